@@ -14,7 +14,7 @@ from vescale_testing import World
 
 from .contexts import Block, ByHand, batch_of, rows_of
 from .families import InDouble
-from .plans import CP, PP, ZERO, Constraints, make_plan
+from .plans import CP, DP, PARTS, PP, ZERO, Constraints, make_plan
 
 EXPERTS = 4
 KINDS = ["added", "new", "mean", "replaced", "scores", "flat_scores", "loss"]
@@ -53,6 +53,9 @@ class Router(nn.Module):
                 self.kept = logits.logsumexp(-1).square().mean()
             case "variance":
                 self.counts.copy_(scores.detach().var((0, 1)))
+            case "read":
+                self.counts += counts
+                x_BSF = x_BSF * (1 + self.counts.sum() / 100)
             case "balance":
                 self.kept = (scores.mean((0, 1)) * counts).sum()
             case _:
@@ -93,6 +96,11 @@ def written(kind: str, plan: Constraints | None) -> list[Tensor]:
         optimizer.zero_grad()
         found += [loss.detach(), *(router.counts.clone() for router in routers)]
         found += [router.kept.detach() for router in routers if router.kept is not None]
+        if kind in COUNTED:  # an evaluation between steps, which counts as well
+            with InDouble(), torch.no_grad():
+                found.append(model.eval()(**rows_of(model, batch_of(step, 12 + step, ""))))
+            found += [router.counts.clone() for router in routers]
+            model.train()
     return found
 
 
@@ -123,6 +131,63 @@ def test_a_ring_writes_what_one_device_does(world3: World, kind: str) -> None:
 @pytest.mark.nightly
 def test_stages_on_slices_write_what_one_device_does(world4: World) -> None:
     check(world4, ["added", "mean"], {CP: 2, PP: 2})
+
+
+COUNTED = ["added", "new"]
+IN_PARTS = "batch.gradient_accumulation"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize("plan", [{CP: 2, IN_PARTS: 2}, {DP: 2, IN_PARTS: 2}], ids=str)
+def test_what_rows_add_to_is_summed_over_micro_batches(
+    world2: World, kind: str, plan: Constraints
+) -> None:
+    check(world2, [kind], plan)
+
+
+@pytest.mark.slow
+def test_what_rows_add_to_is_summed_over_micro_batches_of_stages(world2: World) -> None:
+    check(world2, ["added"], {PP: 2, PARTS: 2})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", COUNTED)
+def test_what_rows_add_to_is_summed_over_data_ranks_of_slices(world4: World, kind: str) -> None:
+    check(world4, [kind], {CP: 2, DP: 2, ZERO: 3})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {CP: 2, IN_PARTS: 2},
+        {CP: 2, ZERO: 3, "recompute": "full"},
+        {PP: 2, PARTS: 2},
+        {CP: 2, "context_parallel.method": "ring"},
+    ],
+    ids=str,
+)
+def test_what_rows_add_to_is_summed_over_all_ranks(
+    world4: World, kind: str, more: Constraints
+) -> None:
+    check(world4, [kind], {DP: 2, **more})
+
+
+def refused_in_parts(kind: str) -> str:
+    with pytest.raises(ValueError, match="rows of the batch depend on each other") as error:
+        written(kind, {DP: 2, IN_PARTS: 2})
+    return str(error.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["read", "replaced", "mean"])
+def test_what_is_read_or_replaced_is_not_summed_over_micro_batches(
+    world2: World, kind: str
+) -> None:
+    for said in world2.run(refused_in_parts, kind):
+        assert "blocks.0.router" in said
 
 
 def refused(kind: str) -> str:

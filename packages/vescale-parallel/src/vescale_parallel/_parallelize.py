@@ -379,7 +379,8 @@ def _batch_rows(
             each.rows_of_all = regions
     num_parts = plan.data_parallel.size * plan.num_microbatches
     stacks = () if sliced is None else sliced.stacks
-    return BatchRows(guard, regions, data_groups(mesh), num_parts, sliced=stacks)
+    ranks = DataRanks(mesh, context)
+    return BatchRows(guard, regions, ranks, data_groups(mesh), num_parts, sliced=stacks)
 
 
 def _place(plan: ParallelPlan, mesh: DeviceMesh) -> Place:

@@ -169,7 +169,7 @@ def test_sharding_patterns_stand_for_names() -> None:
         ({"head.weight": "Shard"}, r"expected 'Shard\(d\)'.*got 'Shard'"),
         ({"<read:head.weight>": "Shard(0)"}, "expected a placement for each part"),
         ({"<read:head.weight>": "(Shard(0), Shard(0))"}, "for those read whole"),
-        ({"head.<both>": "Replicate()"}, "expected <in>, <out>, <enter>, <leave>, <grad>"),
+        ({"head.<both>": "Replicate()"}, "expected <in>, <out>, <enter>, <leave>, <reenter>"),
     ],
 )
 def test_a_sharding_plan_that_means_nothing_is_refused(plan: dict[str, str], message: str) -> None:

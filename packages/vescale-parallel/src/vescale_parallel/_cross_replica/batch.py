@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from vescale_dtensor import all_gather
 from vescale_parallel._mesh.agreement import gathered_objects
+from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 
+from .added.summed_buffers import SummedBuffers
 from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
 from .regions import RowRegions
@@ -31,12 +33,14 @@ class BatchRows:
 
     Attributes:
         coupling: Of the call that runs.
+        summed: Buffers that rows add to where code does not run over all of them.
     """
 
     def __init__(
         self,
         guard: RowGuard | None,
         regions: RowRegions | None,
+        ranks: DataRanks,
         groups: Sequence[dist.ProcessGroup],
         num_parts: int,
         *,
@@ -47,6 +51,7 @@ class BatchRows:
         self._sliced = tuple(f"{each}." for each in sliced)
         self._said_kept = set[str]()
         self.coupling, self.is_checked = NOWHERE, True
+        self.summed = SummedBuffers(ranks, self._is_whole)
 
     def prepare(self, model: nn.Module, fqns: Sequence[str]) -> None:
         """Be ready for dependent rows in modules whose forward is wrapped after this."""
@@ -56,6 +61,10 @@ class BatchRows:
     def are_coupled_in(self, fqn: str) -> bool:
         """Whether a module computes over the rows of all ranks in what runs now."""
         return self._regions is not None and self._regions.coupling.is_within(fqn)
+
+    def _is_whole(self, given: Any) -> bool:
+        regions = self._regions
+        return regions is not None and (regions.is_inside or regions.is_whole(given))
 
     @contextmanager
     def of_call(
@@ -81,31 +90,54 @@ class BatchRows:
         if not self.coupling.kept <= self._said_kept:
             self._said_kept |= self.coupling.kept
             warn_at_user_line(_kept_warning(self.coupling))
+        apart = self.coupling.apart
+        if apart is not None and (in_parts_by or self._is_sliced(self.coupling)):
+            self.coupling = apart
         try:
             if in_parts_by and self.coupling.written:
                 raise ValueError(_refused_writes(self.coupling, in_parts_by))
             if in_parts_by and self.coupling.rows_read and torch.is_grad_enabled():
                 raise ValueError(_refused_rows(self.coupling, in_parts_by))
-            if not self.coupling.regions:
-                yield
-                return
-            if in_parts_by and self._regions is None and not torch.is_grad_enabled():
-                # A pipeline without others runs the whole batch at once.
-                yield
-                return
-            if in_parts_by:
-                raise ValueError(_refusal(self.coupling, in_parts_by, self._num_parts))
-            if self._regions is None:  # one rank has the whole batch
-                yield
-                return
-            if any(fqn.startswith(self._sliced) for fqn in self.coupling.regions):
-                raise ValueError(_refused_context(self.coupling))
-            self._check_shapes(args, kwargs)
-            self._regions.watch(model, self.coupling)
-            with self._regions.of_call(self.coupling, self.coupling.num_rows(args, kwargs)):
+            with (
+                self.summed.of_call(model, self.coupling),
+                self._over_all_rows(model, args, kwargs, in_parts_by),
+            ):
                 yield
         finally:
             self.coupling, self.is_checked = NOWHERE, True
+
+    @contextmanager
+    def _over_all_rows(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        in_parts_by: str,
+    ) -> Iterator[None]:
+        if not self.coupling.regions:
+            if self._regions is not None and self.coupling.added:
+                self._regions.coupling = self.coupling  # not that of a call before
+            yield
+            return
+        if in_parts_by and self._regions is None and not torch.is_grad_enabled():
+            # A pipeline without others runs the whole batch at once.
+            yield
+            return
+        if in_parts_by:
+            raise ValueError(_refusal(self.coupling, in_parts_by, self._num_parts))
+        if self._regions is None:  # one rank has the whole batch
+            yield
+            return
+        if self._is_sliced(self.coupling):
+            raise ValueError(_refused_context(self.coupling))
+        self._check_shapes(args, kwargs)
+        self._regions.watch(model, self.coupling)
+        with self._regions.of_call(self.coupling, self.coupling.num_rows(args, kwargs)):
+            yield
+
+    def _is_sliced(self, coupling: RowCoupling) -> bool:
+        """Whether rows depend on each other in blocks that compute on slices of sequences."""
+        return any(fqn.startswith(self._sliced) for fqn in coupling.regions)
 
     def _check_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         tensors = [

@@ -69,6 +69,9 @@ class RowCoupling:
         written: Parameters that forward writes to.
         kept: Attributes that depend on the rows, and that no call computes with.
         rows_read: Attributes with something for every row, which the next call computes with.
+        added: Buffers that rows add to, which are summed over ranks and micro-batches and are no
+            reason for a region; see [Note: buffers that rows add to].
+        apart: The same with such buffers; None if there are none.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -81,6 +84,8 @@ class RowCoupling:
     written: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     rows_read: frozenset[str] = frozenset()
+    added: frozenset[str] = frozenset()
+    apart: RowCoupling | None = None
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
@@ -119,11 +124,17 @@ class RowCoupling:
             written=frozenset(map(generalize, self.written)),
             kept=frozenset(map(generalize, self.kept)),
             rows_read=frozenset(map(generalize, self.rows_read)),
+            added=frozenset(map(generalize, self.added)),
+            apart=None if self.apart is None else self.apart.as_patterns(),
         )
 
     def is_written(self, fqn: str) -> bool:
         """Whether forward writes to a parameter."""
         return self._named(fqn) in self.written
+
+    def is_added(self, fqn: str) -> bool:
+        """Whether rows add to a buffer, which is summed over ranks."""
+        return self._named(fqn) in self.added
 
     def reason(self, fqn: str) -> str:
         """Return how it was seen that rows depend on each other in a region."""
@@ -168,6 +179,8 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         frozenset[str]().union(*(each.written for each in found)),
         frozenset[str]().union(*(each.kept for each in found)),
         frozenset[str]().union(*(each.rows_read for each in found)),
+        frozenset[str]().union(*(each.added for each in found)),
+        joined([each.apart or each for each in found]) if any(e.apart for e in found) else None,
     )
 
 

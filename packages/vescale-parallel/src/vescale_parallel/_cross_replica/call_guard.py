@@ -110,7 +110,7 @@ class RowGuard:
         except RowCheckError as error:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
         give_memory_back()
-        if not found.regions and not torch.is_grad_enabled():
+        if not found.regions and not found.added and not torch.is_grad_enabled():
             return found  # without a word to others: one rank may evaluate alone
         ranks = self._exchange((key[0], found, why, is_wrong))
         forms = {form for form, *_ in ranks}
@@ -220,7 +220,7 @@ def _twice(value: Tensor) -> Tensor:
 
 def _with_regions_of(found: RowCoupling, other: RowCoupling) -> RowCoupling:
     """Return both; where rows lie, the first one knows better."""
-    if not other.regions:
+    if not other.regions and not other.added and other.apart is None:
         return found
     module_rows = {
         at: each for at, each in other.module_rows.items() if at not in found.module_rows

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
 
+from .added.added_buffers import added_buffers
 from .borders import MeanOfParts, ModuleRows, RowCoupling, Rows, structure
 from .gradients_of_parts import compare_gradients, has_gradient
 from .kept import Place, absolute, counts_rows, dependent, differs, names_of, set_kept, with_rows
@@ -60,7 +61,15 @@ def row_coupling(
         CannotRunError: If the model cannot be run.
         GradientsDifferError: If its gradients differ though its results do not.
     """
-    found = _Found(losses_only)
+    found = _found(model, whole, halves, _Found(losses_only))
+    coupling = found.coupling(whole, halves)
+    if not found.may_add:
+        return coupling
+    apart = _found(model, whole, halves, _Found(losses_only, added=found.may_add))
+    return replace(coupling, apart=apart.coupling(whole, halves))
+
+
+def _found(model: nn.Module, whole: Given, halves: Sequence[Given], found: _Found) -> _Found:
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
         calls = Call(*whole), [Call(*half) for half in halves]
@@ -70,16 +79,7 @@ def row_coupling(
                 break
             found.is_flat = False
             _examine(scaled_copy(model, factor), "", *calls, found, is_model=True)
-    given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
-    return RowCoupling(
-        regions=found.regions,
-        module_rows=found.useful_rows(),
-        given=given,
-        returned=found.returned(whole),
-        written=frozenset(found.written),
-        kept=names_of(at for at in found.kept if at[0] not in found.regions),
-        rows_read=names_of(found.rows_read),
-    )
+    return found
 
 
 @dataclass
@@ -100,6 +100,8 @@ class _Found:
         read: Attributes that depend on the rows, and that the next call computes with.
         rows_read: Attributes that have something for every row, and that the next call reads.
         kept: Others that depend on the rows.
+        added: Buffers that rows add to, which do not count as depending on rows.
+        may_add: Buffers that were found to be such.
     """
 
     losses_only: bool
@@ -116,6 +118,22 @@ class _Found:
     read: set[Place] = field(default_factory=set[Place])
     rows_read: set[Place] = field(default_factory=set[Place])
     kept: set[Place] = field(default_factory=set[Place])
+    added: frozenset[str] = frozenset()
+    may_add: frozenset[str] = frozenset()
+
+    def coupling(self, whole: Given, halves: Sequence[Given]) -> RowCoupling:
+        """Return what was found, of a call with these rows and parts."""
+        given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
+        return RowCoupling(
+            regions=self.regions,
+            module_rows=self.useful_rows(),
+            given=given,
+            returned=self.returned(whole),
+            written=frozenset(self.written),
+            added=self.added,
+            kept=names_of(at for at in self.kept if at[0] not in self.regions),
+            rows_read=names_of(self.rows_read),
+        )
 
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
         """Return those of regions, and of what can be left to run on a part of the rows."""
@@ -183,6 +201,8 @@ def _examine(
             compare_gradients(whole, parts)
             found.is_flat = _is_flat(whole, parts)
         return
+    if is_model and not found.added:
+        found.may_add = added_buffers(module, call, whole, parts, found.written)
     known = len(found.regions)
     own = _examine_inside(module, fqn, whole, halves, found)
     if own is not None or len(found.regions) == known:
@@ -320,7 +340,7 @@ def _difference(
         ):
             return _description(expected)
     for name, buffer in whole.buffers.items():
-        if own and "." in name:
+        if (own and "." in name) or f"{fqn}.{name}".lstrip(".") in found.added:
             continue
         if not all(equal(run.buffers[name], buffer) for run in parts):
             return f"its buffer {name!r} depends on all rows"

@@ -113,6 +113,11 @@ class RowRegions:
         """
         return f"{fqn}.".startswith(self._in_lists) if self._in_lists else False
 
+    @property
+    def is_inside(self) -> bool:
+        """Whether a region's own code runs."""
+        return self._is_inside
+
     def is_whole(self, tree: Any) -> bool:
         """Whether any tensor of a tree is of the batch of all ranks."""
         return self._converter.is_any_whole(tree)

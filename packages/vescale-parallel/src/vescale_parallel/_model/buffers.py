@@ -139,6 +139,11 @@ class BuffersBefore:
                     "buffer in the first call as well, or outside of forward"
                 )
 
+    def copied(self, fqn: str) -> Tensor:
+        """Return a buffer as it was; of one that is known not to change, as it is."""
+        held = self._held[fqn]
+        return held.tensor if held.copy is None else held.copy
+
     @contextlib.contextmanager
     def back(self, changes: dict[str, list[Change]] | None = None) -> Iterator[None]:
         """Have forward find the buffers as they were, without a change to the present ones.

@@ -59,7 +59,7 @@ def planned_engine(
     if stages is not None and draws is not None:
         blocks, shared = (stages.starts, len(stages.blocks)), (ranks.total, ranks.size)
         pipeline = Pipeline(plan, mesh, staging, *blocks, *shared, draws)
-        buffers = StageBuffers(model, pipeline.group_of("F"), staging)
+        buffers = StageBuffers(model, pipeline.group_of("F"), staging, summed=rows.summed.names)
         step = PipelineStep(
             model, pipeline, parameters.params, buffers, parameters.finish_backward, parameters
         )
@@ -73,7 +73,7 @@ def planned_engine(
             ranks=ranks,
             rng=rng,
             staging=staging,
-            buffers=StageBuffers(model, None),
+            buffers=StageBuffers(model, None, summed=rows.summed.names),
             loss_of=loss_called(plan.pipeline_parallel.loss),
         )
     name_modules_of(model)

@@ -4,7 +4,7 @@
 A pipeline runs the model's forward once for each micro-batch and stage, and once more to count
 targets. Every run starts from the buffers as they were before the step. What the runs of
 micro-batches leave must be one value: a counter of steps, the vectors of a spectral norm, but not
-statistics of a micro-batch.
+statistics of a micro-batch. What rows are known to add is added up over micro-batches.
 
 Code between the modules that stages own runs on every stage, as far as the stage goes, so each
 has the changes that are made there. A change that an own module makes, a block for example, only
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -100,6 +100,15 @@ class _Runs:
             with seen:
                 yield
 
+    def sum_up(self, begin: Mapping[str, Tensor]) -> None:
+        """Have all runs of a stage leave what they added to buffers, given what these were."""
+        for of_stage in self.changes.values():
+            for fqn in of_stage.keys() & begin.keys():
+                found = of_stage[fqn]
+                added = torch.stack([change.value - begin[fqn] for change in found])
+                total = begin[fqn] + added.sum(0, dtype=added.dtype)
+                of_stage[fqn] = [replace(found[-1], value=total)]
+
     def _note(self, stage: int, seen: SeenUses, found: Mapping[str, list[Change]]) -> None:
         for fqn in found:
             seen.changed_unseen(fqn)
@@ -115,15 +124,22 @@ class StageBuffers:
         model: The model.
         group: The ranks of its stages, None without a pipeline.
         staging: Shared with its staged modules.
+        summed: Tells which buffers micro-batches add to in a call.
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup | None, staging: Staging | None = None
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None,
+        staging: Staging | None = None,
+        *,
+        summed: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._buffers, self._group = Buffers(model, ""), group
         self._attributes = StageAttributes(model, group)
         self._staging = Staging() if staging is None else staging
         self._known: dict[object, _Known] = {}
+        self._summed = summed
 
     @contextlib.contextmanager
     def call(
@@ -160,6 +176,7 @@ class StageBuffers:
                 return forward(*args, **kwargs)
 
         yield from_before
+        runs.sum_up({fqn: before.copied(fqn) for fqn in self._summed()})
         self._attributes.end(attributes, form)
         if is_known:
             before.keep_copies_of(self._buffers.known(form) | before.changed(by_value=False))
