@@ -142,8 +142,11 @@ def test_of_text_and_images_both_models_are_scaled_down() -> None:
     ("family", "hidden"), [("mamba", 2560), ("falcon_mamba", 4096)], ids=["2.8b", "7b"]
 )
 def test_of_mixers_without_heads_channels_are_few(family: str, hidden: int) -> None:
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 64}
-    model = _published(family, **sizes, time_step_rank=hidden // 16)
+    sizes: dict[str, Any] = {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 64,
+        "time_step_rank": hidden // 16,
+    }  # fmt: skip
+    model = _published(family, **sizes)
     scaled = scaled_down(model, 8)
     assert scaled is not None
     assert sum(p.numel() for p in scaled.parameters()) < 1e6

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard
-from vescale_parallel._cross_replica.check import RowCheckError
 from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._cross_replica.runs import RowCheckError
 from vescale_parallel._cross_replica.small_batches import some_rows, within
 from vescale_parallel._model.copies import deep_copied, plain
 from vescale_parallel._model.fqns import generalize
