@@ -29,7 +29,16 @@ from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
 from .added.added_buffers import added_buffers
 from .borders import MeanOfParts, ModuleRows, RowCoupling, Rows, structure
 from .gradients_of_parts import compare_gradients, has_gradient
-from .kept import Place, absolute, counts_rows, dependent, differs, names_of, set_kept, with_rows
+from .kept import (
+    Place,
+    absolute,
+    dependent,
+    differs,
+    names_of,
+    set_kept,
+    with_rows,
+    worth_a_warning,
+)
 from .parts import NUM_PARTS, equal, is_part, rows_in, same_value
 from .ranked_rows import picks_rows
 from .runs import Call, OtherCallsError, RowCheckError, Run, Script, run_module, seeded
@@ -268,8 +277,7 @@ def _look_at_kept(
     if again is None:
         found.read |= places
         return
-    left = {at: again.left.get(at, whole.left[at]) for at in places}
-    found.kept |= {at for at in places if not counts_rows(whole.left[at], left[at])}
+    found.kept |= worth_a_warning(places, whole.subject, whole.left, again.left)
 
 
 def _again(

@@ -70,9 +70,28 @@ def set_kept(module: nn.Module, other: nn.Module, places: set[Place]) -> None:
         vars(module.get_submodule(fqn))[name] = vars(other.get_submodule(fqn))[name]
 
 
-def counts_rows(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two calls of the same rows leave integers, and no sums: sizes of the batch."""
+def worth_a_warning(
+    places: set[Place], module: nn.Module, first: Kept, second: Kept
+) -> set[Place]:
+    """Return the attributes that a program may take for those of one device.
+
+    Not sizes of the batch, which two calls of the same rows leave alike, nor tensors with a graph:
+    a loop differentiates these, and gets a mean over ranks as of any loss.
+    """
+    return {
+        at
+        for at in places
+        if not (_counts_rows(first[at], second.get(at, first[at])) or _has_graph(module, at))
+    }
+
+
+def _counts_rows(first: Sequence[Any], second: Sequence[Any]) -> bool:
     return all(isinstance(x, int) for x in first) and list(first) == list(second)
+
+
+def _has_graph(module: nn.Module, place: Place) -> bool:
+    value = vars(module.get_submodule(place[0])).get(place[1])
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def absolute(fqn: str, place: Place) -> Place:
