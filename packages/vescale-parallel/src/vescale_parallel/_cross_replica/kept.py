@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import DTensor
-from vescale_parallel._cross_replica.parts import equal, is_part
 from vescale_parallel._torch_private import pytree
+
+from .parts import equal, is_part
 
 # A module, relative to the one that ran, and the name of an attribute of it.
 Place = tuple[str, str]
