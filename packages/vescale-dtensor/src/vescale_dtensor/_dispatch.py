@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ._caches import forget_with_world
 from ._comm.emulation import is_emulated
-from ._layout.layout import layout_of_spec
+from ._layout.layout import Layout, layout_of_spec
 from ._logging import package_logger
 from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
 from ._rules.foreach import is_foreach, plan_foreach
@@ -46,6 +46,7 @@ from ._sharding.replicate_fallback import gathered
 from ._sharding.signature import Signature, choose
 from ._sharding.view_plan import View, plan_view
 from ._tensor.dtensor import DTensor
+from ._tensor.pending_sums import known_sum, link
 from ._torch_private import (
     DISTRIBUTED,
     OpOverload,
@@ -65,8 +66,13 @@ class _Uncachable(Exception):
     """An argument whose value cannot be part of a key."""
 
 
-def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an aten operator of which at least one argument is a DTensor."""
+def dispatch(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], sums_known: bool = False
+) -> Any:
+    """Run an aten operator of which at least one argument is a DTensor.
+
+    ``sums_known``: what pending sums add up to was put in their place where it is known.
+    """
     if torch.is_inference_mode_enabled() and is_view(func) and not torch.is_inference(args[0]):
         # A view counts writes together with its base, which inference tensors do not.
         with torch.inference_mode(False), torch.no_grad():
@@ -80,7 +86,10 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
                 if arg._alias_of is not None:
                     arg._settled()
                     aliases.append(arg)
-                key.append(arg._spec.layout)  # pyright: ignore[reportAttributeAccessIssue]: ours
+                made: Layout = arg._spec.layout  # pyright: ignore[reportAttributeAccessIssue]: ours
+                if made.is_partial and not sums_known:
+                    return _with_sums(func, args, kwargs)
+                key.append(made)
                 locals_.append(arg._local_tensor)
             else:
                 _describe(arg, key, locals_, aliases)
@@ -117,6 +126,21 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     else:
         result = plan(func, args, kwargs)
     return _followed(func, args, kwargs, result) if aliases or "out" in kwargs else result
+
+
+def _with_sums(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on what pending sums add up to, where some operator before it asked."""
+    if is_view(func):
+        result = dispatch(func, args, kwargs, sums_known=True)
+        if func is not torch.ops.aten._unsafe_view.default:  # counts writes by itself
+            link(result, args[0], lambda whole: dispatch(func, (whole, *args[1:]), kwargs))
+        return result
+    if func._schema.is_mutable:
+        written = {id(value) for value in written_values(func, args, kwargs)}
+        args = tuple(x if id(x) in written else known_sum(x) for x in args)
+    else:
+        args = tuple(map(known_sum, args))
+    return dispatch(func, args, kwargs, sums_known=True)
 
 
 def _followed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

@@ -27,6 +27,7 @@ from vescale_dtensor._sharding.local_plan import distributed, plan_of_spec
 from vescale_dtensor._sharding.op_call import Function, OpCall, RankView
 from vescale_dtensor._sharding.signature import Signature, choose
 from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, redistributed, wrap
+from vescale_dtensor._tensor.pending_sums import moved
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
 HALF = (torch.float16, torch.bfloat16)
@@ -38,7 +39,7 @@ def settled(tensor: Any) -> Any:
         return tensor
     ours = as_dtensor(tensor)
     made = layout_of(ours)
-    return redistributed(ours, without_partial(made.placements)) if made.is_partial else ours
+    return moved(ours, made.placed(without_partial(made.placements))) if made.is_partial else ours
 
 
 def widened(tensor: Any) -> Any:

@@ -23,6 +23,7 @@ from vescale_dtensor._sharding.local_plan import (
 from vescale_dtensor._sharding.op_call import OpCall, written_names
 from vescale_dtensor._sharding.replicate_fallback import gathered
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed, wrap
+from vescale_dtensor._tensor.pending_sums import moved
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 aten = torch.ops.aten
@@ -146,7 +147,7 @@ def _local(tensor: Tensor, target: Layout | None, call: OpCall) -> Tensor:
     laid_out = tuple(tensor.shape) == tuple(target.shape)
     placements = target.placements if laid_out else replicated(target.mesh)
     if type(tensor) is DTensor:
-        return redistributed(tensor, placements)._local_tensor
+        return moved(tensor, layout_of(tensor).placed(placements))._local_tensor
     if isinstance(tensor, DISTRIBUTED):
         return redistributed(distributed(tensor, call), placements)._local_tensor
     return redistributed(plain_local(tensor, target.mesh), placements)._local_tensor

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from vescale_dtensor._comm.emulation import RankTensor
 from vescale_dtensor._layout.layout import Placements
 from vescale_dtensor._redistribute.execute import redistribute_local
 from vescale_dtensor._redistribute.plan import redistribution_numel
 from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed, wrap
+from vescale_dtensor._tensor.watched_memory import num_writes
 from vescale_dtensor._torch_private import pytree
 
 from .op_call import Unsupported
@@ -89,7 +89,7 @@ class GatheredView:
         self._version = version
 
     def _now(self) -> int:
-        return _version(self._counter) + _version_of_parts(self._base._local_tensor)
+        return _version(self._counter) + num_writes(self._base._local_tensor)
 
     def _view(self, whole: Tensor) -> Tensor:
         return pytree.tree_leaves(self._of(whole))[self._index]
@@ -125,6 +125,8 @@ class Unversioned(Follower):
 
 def unversioned(tensor: DTensor) -> DTensor:
     """Return ``tensor.data``: the same elements, outside of autograd."""
+    if tensor._sum is not None:
+        tensor._sum.give(tensor._local_tensor)
     made = wrap(tensor._local_tensor, layout_of(tensor), offset=int(tensor.storage_offset()))
     made._alias_of = Unversioned(tensor)
     return made
@@ -152,9 +154,3 @@ def _version(tensor: DTensor) -> int:
             "torch.inference_mode(), where tensors do not count writes; use torch.no_grad()"
         )
     return tensor._version
-
-
-def _version_of_parts(local: Tensor) -> int:
-    """Return how often local tensors were written other than by operators on the global one."""
-    parts = local.parts if isinstance(local, RankTensor) else ()
-    return sum(part._version for part in (local, *parts) if not torch.is_inference(part))

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor._comm.emulation import coordinate_of, is_emulated, per_rank
 from vescale_dtensor._layout.layout import Layout, layout, layout_of_spec, replicated
 from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, redistributed, wrap
+from vescale_dtensor._tensor.pending_sums import moved
 from vescale_dtensor._tensor.strides import as_laid_out, lies_as
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload, pytree
 
@@ -183,7 +184,7 @@ def local_under(tensor: Tensor, target: Layout) -> Tensor:
     if isinstance(tensor, DISTRIBUTED):
         if tensor._spec is target.spec:
             return tensor._local_tensor
-        return redistributed(as_dtensor(tensor), target.placements)._local_tensor
+        return moved(as_dtensor(tensor), target)._local_tensor
     if target.is_replicated and not is_emulated():
         return tensor
     return redistributed(plain_local(tensor, target.mesh), target.placements)._local_tensor

@@ -24,6 +24,7 @@ def become(tensor: DTensor, other: DTensor) -> None:
     with no_dispatch():
         aten.set_.source_Tensor(tensor, other)
     tensor._spec, tensor._local_tensor = other._spec, other._local_tensor
+    tensor._sum = None
 
 
 def resizes(call: OpCall) -> bool:

@@ -64,6 +64,8 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
     _Redistribute: ClassVar[type[torch.autograd.Function]]
     # What this tensor is a view of, if it is one that had to be gathered; see gathered_views.py.
     _alias_of: Any = None
+    # What it adds up to, if something is pending and was reduced or is a view; pending_sums.py.
+    _sum: Any = None
 
     @classmethod
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]: torch leaves it untyped
@@ -171,6 +173,8 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
                 itself if not given, with ``Replicate`` in place of ``Partial``.
         """
         settled = self._settled(alone=True)
+        if self._sum is not None:
+            self._sum.give(self._local_tensor)
         if not (torch.is_grad_enabled() and self.requires_grad):
             return handed_out(settled._local_tensor)
         return cast(

@@ -42,6 +42,8 @@ def as_laid_out(local: Tensor, made: Layout) -> tuple[Tensor, Layout]:
 def _contiguous(local: Tensor) -> Tensor:
     """Return a contiguous part; a rank that has one already shares it."""
     if isinstance(local, RankTensor):  # which only looks like that of one rank
+        if all(part.is_contiguous() for part in local.parts):
+            return local  # writes to it are counted with those to what it is a view of
         return RankTensor([part.contiguous() for part in local.parts])
     return local.contiguous()
 

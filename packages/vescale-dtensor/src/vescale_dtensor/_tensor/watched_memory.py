@@ -12,6 +12,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from vescale_dtensor._comm.emulation import RankTensor
 from vescale_dtensor._comm.functional import is_traced
 
 
@@ -58,6 +59,12 @@ _watched: weakref.WeakValueDictionary[int, WatchedMemory] = weakref.WeakValueDic
 
 def _place(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
+
+
+def num_writes(local: Tensor) -> int:
+    """Return how often a rank's part was written other than by operators on the global tensor."""
+    parts = local.parts if isinstance(local, RankTensor) else ()
+    return sum(part._version for part in (local, *parts) if not torch.is_inference(part))
 
 
 def handed_out(local: Tensor) -> Tensor:
