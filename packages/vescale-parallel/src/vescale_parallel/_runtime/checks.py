@@ -125,7 +125,8 @@ def _check_parameters(model: nn.Module) -> None:
         if isinstance(parameter, DTensor | TorchDTensor):
             raise ValueError(
                 f"{fqn!r} is a distributed tensor already; give parallelize the plain module, "
-                "and say how it is sharded by the plan (tensor_parallel.sharding_plan)"
+                "and say how it is sharded by the plan (tensor_parallel.sharding_plan). Models "
+                "that share modules are parallelized as one, an nn.Module that contains them"
             )
         if type(parameter) is nn.Parameter and parameter.is_meta:
             raise ValueError(

@@ -244,9 +244,12 @@ class Engine:
             if not leaf.requires_grad:
                 return leaf
             if id(leaf) not in watched:
-                self.parameters.watch(leaf)
-                self.logits.plain_gradient_of(leaf)
-                watched[id(leaf)] = leaf if graph is None else graph.led_to_by(leaf)
+                # Hooks run in the order they came in. What the last block returned, and forward
+                # as it was, has the block's; backward of the call begins before that of a block.
+                first = leaf.view_as(leaf) if leaf._backward_hooks else leaf
+                self.parameters.watch(first)
+                self.logits.plain_gradient_of(first)
+                watched[id(leaf)] = first if graph is None else graph.led_to_by(first)
             return watched[id(leaf)]
 
         return pytree.tree_map_only(Tensor, watch, output)
