@@ -72,6 +72,9 @@ _TINY: dict[str, Any] = {
 # What a family needs besides.
 _EXTRA: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
+    "bamba": {"mamba_n_groups": 1},
+    "granitemoehybrid": {"mamba_n_groups": 1},
+    "falcon_h1": {"mamba_n_groups": 1},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
     "zamba2": {"n_mamba_heads": 8, "attention_hidden_size": 128, "attention_head_dim": 32},
     "deepseek_v2": {"num_experts_per_tok": 2},

@@ -156,11 +156,13 @@ def _run(
         model.get_submodule(fqn).register_forward_hook(_gathered(record, whole))
         for fqn in cut.reentered
     ]
-    for fqn, dim in cut.whole.items():
+    for fqn, each in cut.whole.items():
         module = model.get_submodule(fqn)
         handles.append(module.register_forward_hook(_gathered(record, whole)))
         if rank is not None:
-            handles.append(module.register_forward_pre_hook(_kept(dim, *rank)))
+            handles.append(
+                module.register_forward_pre_hook(_kept(each.dim, *rank), with_kwargs=True)
+            )
     try:
         wrapped = _Call(model, weights)
         output = run(wrapped)
@@ -219,13 +221,15 @@ def _gathered(record: _Record, whole: _Record | None) -> Callable[..., Any]:
 
 
 def _kept(dim: int, rank: int, size: int) -> Callable[..., Any]:
-    def keep(leaf: torch.Tensor) -> torch.Tensor:
+    def keep(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.requires_grad:
+            return leaf
         watched = leaf.view_as(leaf)
         watched.register_hook(lambda gradient: gradient * mask(gradient, Shard(dim), rank, size))
         return watched
 
-    def pre_hook(module: nn.Module, args: Any) -> Any:
-        return tree_map(keep, args)
+    def pre_hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map(keep, (args, kwargs))
 
     return pre_hook
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from vescale_parallel import (
     ParallelPlan,
@@ -152,13 +153,23 @@ def test_sharding_patterns_stand_for_names() -> None:
             "head.<out>": "Replicate()",
             "norm.weight.<grad>": "Partial()",
             "blocks.1.<attr:in_features>": "Shard(0)",
+            "blocks.2.<attr:in_features>": "Shard(0) of weight",
+            "norm.<whole>": "Shard(2)",
+            "norm.<whole:gate>": "Shard(1)",
+            "*.<read:weight>": "(Shard(0), Replicate())",
         },
         Tower(),
     )
     assert sorted(found.parameters) == [f"blocks.{i}.weight" for i in range(4)]
     assert list(found.outputs) == ["head"]
     assert list(found.grads) == ["norm.weight"]
-    assert dict(found.attributes) == {("blocks.1", "in_features"): None}
+    assert dict(found.attributes) == {
+        ("blocks.1", "in_features"): None,
+        ("blocks.2", "in_features"): "weight",
+    }
+    assert dict(found.whole) == {("norm", ""): Shard(2), ("norm", "gate"): Shard(1)}
+    # The list of blocks has no weight of its own.
+    assert {fqn for fqn, _ in found.read_parts} == {"embed", "norm", "head"}
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import nn
 
 from vescale_parallel import propose_sharding
 from vescale_parallel._model.inputs import example_of
+from vescale_parallel._verify.plan_of_scaled_down import plan_of_scaled_down
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 
 LARGEST_LLAMA: dict[str, Any] = {
@@ -161,6 +162,76 @@ PHI_4_MINI: dict[str, Any] = {
     "tie_word_embeddings": True, "pad_token_id": 0,
 }  # fmt: skip
 NEMOTRON_H: dict[str, Any] = {"layers_block_type": ["mamba", "attention", "mamba", "mlp"]}
+
+
+GRANITE_4: dict[str, Any] = {
+    "hidden_size": 1536, "num_attention_heads": 12, "num_key_value_heads": 4, "mamba_n_heads": 48,
+    "mamba_d_state": 128, "num_local_experts": 0, "vocab_size": 100352, "num_hidden_layers": 40,
+    "layer_types": [*["linear_attention"] * 5, "full_attention"] * 6 + ["linear_attention"] * 4,
+}  # fmt: skip
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": GRANITE_4,
+    "falcon_h1": {},
+    "nemotron_h": {"layers_block_type": ["mamba", "mlp", "mamba", "attention"] * 6},
+    "mamba2": {"num_hidden_layers": 8},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("size", [2, 16])
+def test_mixers_with_heads_are_narrow_and_as_wide_as_their_heads(family: str, size: int) -> None:
+    """Forward says so: it would not run where sizes do not fit each other."""
+    model: Any = _published(family, **HYBRIDS[family])
+    scaled: Any = scaled_down(model, size)
+    small = type(model)(scaled.config)
+    assert sum(p.numel() for p in small.parameters()) < 1e8
+    batch = example_of(small)
+    assert batch is not None
+    assert small(**batch).logits.isfinite().all()
+    mixers = [m for name, m in small.named_modules() if name.endswith(("mamba", "mixer"))]
+    mixer = next(m for m in mixers if hasattr(m, "conv_dim"))
+    assert mixer.ssm_state_size == 2 * size
+    assert mixer.num_heads * mixer.head_dim == mixer.intermediate_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bamba", "granitemoehybrid"])
+def test_of_one_group_of_states_all_layers_of_the_model_itself_are_sharded(family: str) -> None:
+    model = _published(family, **HYBRIDS[family])
+    found = propose_sharding(model, "auto", 4)
+    sharded = found.sharded_parameters(model)
+    assert {name for name, p in model.named_parameters() if p.dim() > 1} <= sharded
+    last: Any = [m for name, m in model.named_modules() if name.endswith("mamba")][-1]
+    counted = [name for name in found.plan if name.endswith("mamba.<attr:conv_dim>")]
+    assert {found.plan[name] for name in counted} == {"Shard(0) of conv1d.weight"}
+    assert found.plan["model.layers.*.mamba.conv1d.weight"] == (
+        f"InterleavedShard(0, {(last.intermediate_size, last.conv_dim - last.intermediate_size)})"
+    )
+
+
+@pytest.mark.slow
+def test_what_is_said_of_blocks_by_name_is_said_of_all_of_their_kind() -> None:
+    """Of Nemotron-H, in which mixers, attention and MLPs have one name."""
+    model = _published("nemotron_h", **HYBRIDS["nemotron_h"])
+    plan = propose_sharding(model, "auto", 2).plan
+    named = {n.removesuffix(".<attr:num_heads>") for n in plan if n.endswith("<attr:num_heads>")}
+    assert named == {
+        n for n, m in model.named_modules() if type(m).__name__.endswith("Mamba2Mixer")
+    }
+
+
+def test_what_is_said_of_one_block_of_several_alike_is_said_of_that_one() -> None:
+    model = _published("llama", num_hidden_layers=6)
+    scaled = scaled_down(model, 2)
+    assert scaled is not None
+    one = {"model.layers.2.mlp.<enter>": "Replicate()"}
+    assert plan_of_scaled_down(one, scaled, model) == one
+    every = {f"model.layers.{k}.mlp.<enter>": "Replicate()" for k in range(4)}
+    assert len(plan_of_scaled_down(every, scaled, model)) == 6
+    last = plan_of_scaled_down({"model.layers.3.<out>": "Shard(1) -> Replicate()"}, scaled, model)
+    assert list(last) == ["model.layers.5.<out>"]
 
 
 @pytest.mark.slow

@@ -214,15 +214,20 @@ def observed_parts(
 
 
 def _norm_bytes(seen: Observation, itemsize: int) -> dict[str, tuple[tuple[str, float], ...]]:
-    """Return, for each block, what modules like norms in it were called with, for one row."""
+    """Return, for each block, what modules like norms in it were called with, for one row.
+
+    Of a norm with a gate that is one and a half times as much: both are gathered in forward, and
+    one gradient in backward.
+    """
     found: dict[str, dict[str, float]] = {block.fqn: {} for block in seen.blocks}
     for call in seen.modules:
-        if call.flops or len(call.inputs) != 1 or call.inputs != call.outputs:
+        if call.flops or len(call.outputs) != 1 or {*call.inputs} != {*call.outputs}:
             continue
         holders = itertools.accumulate(call.fqn.split("."), "{}.{}".format)
         block = next((fqn for fqn in holders if fqn in found), None)
         if block is not None:
-            nbytes = math.prod(call.inputs[0]) * itemsize / max(1, seen.rows)
+            nbytes = math.prod(call.outputs[0]) * itemsize / max(1, seen.rows)
+            nbytes *= (len(call.inputs) + 1) / 2
             found[block].setdefault(call.fqn, nbytes)
     return {block: tuple(norms.items()) for block, norms in found.items()}
 

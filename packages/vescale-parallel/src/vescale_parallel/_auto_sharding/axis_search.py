@@ -107,6 +107,38 @@ class Search:
                 )
         return found, reads
 
+    def sliced(
+        self, atom: int, buffer: str, owners: list[Value]
+    ) -> dict[tuple[str, str], tuple[Placement, ...]] | None:
+        """Return which parts of a buffer a module reads that is as a parameter below it is.
+
+        None if it is otherwise, or other modules read it, or it is written.
+        """
+        value, (module, _, name) = self.trace.buffers[buffer], buffer.rpartition(".")
+        dims = [d for d, dim in enumerate(value.dims) if atom in self.axes.atoms(dim)]
+        is_read = all(is_within(s.module, module) for s in self.graph.readers[value.index])
+        if not module or module not in self.trace.called or not is_read or len(dims) != 1:
+            return None
+        if self._is_written(value):
+            return None
+        parts = self._parts(atom, value.dims[dims[0]], value)
+        for owner in owners:
+            same = [self._parts(atom, dim, owner) == parts for dim in owner.dims]
+            if any(same) and is_within(self.names[owner.index][0], module):
+                placements = [Shard(dims[0]) if has_it else Replicate() for _, has_it in parts]
+                return {(module, name): tuple(placements)} if Replicate() in placements else None
+        return None
+
+    def _is_written(self, value: Value) -> bool:
+        """Whether steps may write into a tensor, or into a view of it."""
+        views = {value.index}
+        for step in self.trace.steps:
+            if step.inputs and step.inputs[0].index in views:
+                if step.writes:
+                    return True
+                views |= {each.index for each in step.outputs if each.nbytes <= value.nbytes}
+        return False
+
     def parts(self, atom: int, dim: Dim, value: Value) -> Parts:
         """Return the parts of a dimension of each of which an atom is the major axis.
 

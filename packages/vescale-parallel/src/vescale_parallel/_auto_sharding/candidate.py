@@ -14,6 +14,19 @@ from vescale_parallel._trace.axes import UnknownOperator
 Kind = Literal["features", "vocabulary", "experts"]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """What a module that is called with all of a sharded axis gets: a norm over it.
+
+    Attributes:
+        dim: That the axis is in, of what it gets and of what it returns.
+        others: Position or name of arguments with the axis beside the first activation: gates.
+    """
+
+    dim: int
+    others: tuple[int | str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One axis that a model's parameters may be sharded along, in every parameter at once.
@@ -32,8 +45,8 @@ class Candidate:
         biases: FQNs of whole parameters that the exits add to partial values: only one rank may.
         reads: (module FQN, name of a parameter below it) to a placement for each part of the
             parameter, of which some do not have the axis: forward reads these whole.
-        whole: Modules that are called with all of the axis, norms over it, and the dim that it is
-            in: it is gathered around them.
+        whole: Modules that are called with all of the axis, norms over it, and where it is: it is
+            gathered around them.
         flops: Of the forward, of the operators that the axis is part of.
         communicated_bytes: Of the activations that are summed, or gathered, in the forward.
         sharded_numel: Elements of the parameters, tied ones once.
@@ -51,7 +64,7 @@ class Candidate:
     reads: Mapping[tuple[str, str], tuple[Placement, ...]] = field(
         default_factory=dict[tuple[str, str], tuple[Placement, ...]]
     )
-    whole: Mapping[str, int] = field(default_factory=dict[str, int])
+    whole: Mapping[str, Whole] = field(default_factory=dict[str, Whole])
     flops: int
     communicated_bytes: int
     sharded_numel: int

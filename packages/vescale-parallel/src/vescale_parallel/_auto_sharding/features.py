@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Shard
 
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._trace.axes import Flow, RefusedError, Value, follow, is_within
@@ -17,7 +17,12 @@ from .candidate import Candidate
 
 def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
     """Return the candidate along an axis that parameters begin and end."""
+    slices: dict[tuple[str, str], tuple[Placement, ...]] = {}
     for obstacle in search.obstacles.get(atom, ()):
+        sliced = search.sliced(atom, obstacle.buffer, owners) if obstacle.buffer else None
+        if sliced is not None:
+            slices |= sliced
+            continue
         where = f" in {obstacle.module!r}" if obstacle.module else ""
         raise RefusedError(f"{obstacle.why}{where}", needed_in=obstacle.module)
     search.check_length(search.axes.sizes[atom])
@@ -39,7 +44,7 @@ def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
         reentered=tuple(sorted(flow.reentered)),
         replicated=search.tied(flow.replicated),
         biases=search.tied(flow.biases),
-        reads=reads,
+        reads={**reads, **slices},
         flops=_flops(search, atom, flow),
         communicated_bytes=_leaving(search, flow),
         sharded_numel=sum(math.prod(value.shape) for value in owners),

@@ -13,7 +13,7 @@ from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._trace.axes import Graph, RefusedError, Trace, infer_axes
 
 from .axis_search import Search
-from .candidate import Candidate as Candidate, Candidates as Candidates
+from .candidate import Candidate as Candidate, Candidates as Candidates, Whole
 from .experts import experts
 from .features import features, gathered
 from .vocabulary import vocabulary
@@ -71,7 +71,7 @@ def _axis_cut(search: Search, atom: int, blocks: Collection[str]) -> Candidate:
     Raises:
         RefusedError: If it cannot be cut, with what was found first.
     """
-    whole, first = dict[str, int](), None
+    whole, first = dict[str, Whole](), None
     while True:
         owners = search.owners().get(atom, [])
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import nn
@@ -110,10 +111,23 @@ def _group_of(model: nn.Module, cut: Candidate, pattern_of: Callable[[str], str]
         reads={(pattern_of(fqn), name): parts for (fqn, name), parts in cut.reads.items()},
         moves={
             **{f"{pattern_of(fqn)}.<read>": Partial() for fqn in _added_by_hand(model, cut)},
-            **{f"{pattern_of(fqn)}.<whole>": Shard(dim) for fqn, dim in cut.whole.items()},
+            **_gathered_around(model, cut, pattern_of),
             **{f"{pattern_of(fqn)}.<reenter>": Replicate() for fqn in cut.reentered},
         },
     )
+
+
+def _gathered_around(
+    model: nn.Module, cut: Candidate, pattern_of: Callable[[str], str]
+) -> dict[str, Placement]:
+    """Return the marks of the arguments of norms over a candidate's axis."""
+    marks: dict[str, Placement] = {}
+    for fqn, whole in cut.whole.items():
+        arguments = list(inspect.signature(model.get_submodule(fqn).forward).parameters)
+        named = [arguments[at] if isinstance(at, int) else at for at in whole.others]
+        for argument in ("", *(f":{name}" for name in named)):
+            marks[f"{pattern_of(fqn)}.<whole{argument}>"] = Shard(whole.dim)
+    return marks
 
 
 def _added_by_hand(model: nn.Module, cut: Candidate) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class ShardingProposal:
         Raises:
             ValueError: If a pattern of the plan matches nothing in the model.
         """
-        return frozenset(resolve(self.plan, model).whole)
+        return frozenset(fqn for fqn, _ in resolve(self.plan, model).whole)
 
 
 def place_collectives(

@@ -15,6 +15,7 @@ from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.inputs import example_of, small_example
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._rng.predict import draw_marks
+from vescale_parallel._tensor_parallel.shard_module import check_counts
 from vescale_parallel._tensor_parallel.sharding_spec import (
     parse_placement,
     placement_text,
@@ -26,10 +27,10 @@ from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.equivalence import MAX_NUMEL
+from vescale_parallel._verify.plan_of_scaled_down import plan_of_scaled_down
 from vescale_parallel._verify.scaled_down_model import (
     LARGE_BLOCK,
     is_large,
-    plan_of_scaled_down,
     scaled_down,
     shortened,
 )
@@ -152,7 +153,7 @@ def _of_smaller(
     try:
         plan = _with_own_lengths(found.plan, shortened(model), size)
         plan = plan_of_scaled_down(plan, smaller, model)
-        shard(plan, model, size)
+        check_counts(model, shard(plan, model, size))
     except (ValueError, ObservationError):
         return None  # lengths that divide in the scaled-down model only
     return replace(found, plan=plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -87,9 +87,8 @@ def attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[st
     holders = _holders(model, group, holder)
     if not holders:
         return [{}]
-    widths, reads_heads_whole = _widths(model, group), bool(group.reads)
-    own = _Countable(widths, size, reads_heads_whole=reads_heads_whole)
-    held = _Countable(widths, size, reads_heads_whole=reads_heads_whole)
+    widths, lengths = _widths(model, group), _lengths_read(model, group, holder)
+    own, held = _Countable(widths, size, lengths), _Countable(widths, size, lengths)
     ratios: set[str] = set()
     for fqn, module in model.get_submodule(holders[0]).named_modules():
         if linear_kind(module) is not None:
@@ -101,11 +100,11 @@ def attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[st
             if group.num_shared and value == group.ratio and "group" in name:
                 ratios.add(f"{below}.<attr:{name}>")
             else:
-                own.add(f"{below}.<attr:{name}>", name, value)
+                own.add(below, name, value)
         for name, value in integers_read(module):
-            held.add(f"{below}.<attr:{name}>", name.rpartition(".")[2], value)
-    options = [dict.fromkeys(marks, "Shard(0)") for marks in own.options()]
-    others = [dict.fromkeys(marks, "Shard(0)") for marks in held.options() if marks]
+            held.add(below, name, value)
+    options = [dict(marks) for marks in own.options()]
+    others = [dict(marks) for marks in held.options() if marks]
     options += [{**one, **other} for other in others for one in options]
     if ratios:
         parts = dict.fromkeys(ratios, f"Shard(0) of {size // group.num_shared}")
@@ -141,33 +140,59 @@ _NO_WIDTHS = ("kernel", "state", "chunk")
 
 
 class _Countable:
-    """Integers that may count what is sharded: heads and groups by name, widths by their value."""
+    """Integers that may count what is sharded: heads and groups by name, widths by their value.
 
-    def __init__(self, widths: set[int], size: int, *, reads_heads_whole: bool) -> None:
+    ``lengths`` are of parameters of which some parts are read whole.
+    """
+
+    def __init__(self, widths: set[int], size: int, lengths: Mapping[str, int]) -> None:
         self._widths, self._size = widths, size
-        self._reads_heads_whole = reads_heads_whole
-        self._heads: list[str] = []
-        self._sizes: list[str] = []
-        self._groups: list[str] = []
+        self._lengths = lengths
+        self._heads: list[tuple[str, str]] = []
+        self._sizes: list[tuple[str, str]] = []
+        self._groups: list[tuple[str, str]] = []
 
-    def add(self, mark: str, name: str, value: object) -> None:
+    def add(self, module: str, path: str, value: object) -> None:
+        """Take an integer of a module, dotted if another object that the module holds has it."""
         if type(value) is not int or value <= 0 or value % self._size:
             return
+        name = path.rpartition(".")[2]
+        mark = f"{module}.<attr:{path}>", "Shard(0)"
         of_heads, is_length = "head" in name, "dim" in name or "size" in name
         is_of_one = (of_heads and "dim" in name) or ("group" in name and is_length)
         if value in self._widths and not (is_of_one or any(n in name for n in _NO_WIDTHS)):
             self._sizes.append(mark)
+        elif (read := self._read_below(module, value)) and not is_of_one:
+            self._sizes.append((mark[0], f"Shard(0) of {read}"))
         elif of_heads and not is_length:
             self._heads.append(mark)
-        elif "groups" in name:
+        elif "groups" in name and not is_length:
             self._groups.append(mark)
 
-    def options(self) -> list[list[str]]:
+    def _read_below(self, module: str, value: int) -> str:
+        """Return a parameter as long as an integer, by its name from a module; "" if none is."""
+        start = f"{module}." if module else ""
+        names = (n for n, length in self._lengths.items() if length == value)
+        return next((n.removeprefix(start) for n in names if n.startswith(start)), "")
+
+    def options(self) -> list[list[tuple[str, str]]]:
         heads, sizes = self._heads, self._sizes
         options = [[], heads, sizes, heads + sizes]
         grouped = [each + self._groups for each in options] if self._groups else []
         # Groups of queries are those of a head, which stay as many unless that head is read whole.
-        return grouped + options if self._reads_heads_whole else options + grouped
+        return grouped + options if self._lengths else options + grouped
+
+
+def _lengths_read(model: nn.Module, group: Group, holder: str) -> dict[str, int]:
+    """Return the lengths of parameters of which parts are read whole, by names from a module."""
+    names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+    found: dict[str, int] = {}
+    for module, name in group.reads:
+        pattern = f"{module}.{name}"
+        dim = getattr(group.parameters.get(pattern), "dim", 0)
+        for fqn in matching(pattern, names)[:1]:
+            found[pattern.removeprefix(f"{holder}.")] = model.get_parameter(fqn).shape[dim]
+    return found
 
 
 def _widths(model: nn.Module, group: Group) -> set[int]:

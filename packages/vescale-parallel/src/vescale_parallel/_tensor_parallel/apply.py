@@ -31,8 +31,9 @@ from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
 from .bypassed_sums import refuse_bypass
 from .chunks import part_sizes
 from .conversions import Boundary
+from .placements import buffer_placement
 from .replaced_parameters import ReadParts, add_on_first_rank, read_parts, replaced
-from .shard_module import divide
+from .shard_module import count_local
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
 from .vocab_parallel import shard_embedding_rows
@@ -72,10 +73,7 @@ def install(
     for fqn, module in attention.items():
         attend_by_heads(module, boundary, _attention_cuts(fqn, spec))
     _keep_from_nesting(modules, attention)
-    size = boundary.ranks.size
-    for (fqn, attribute), parts in sorted(spec.attributes.items()):
-        if fqn in modules:
-            divide(modules[fqn], fqn, attribute, size if parts is None else parts)
+    count_local(modules, spec, placements, boundary.ranks.size)
     # Hooks before forward run in the order in which they are added, those after it in the
     # opposite one: what a region reads enters before its layers run, and leaves after them.
     _add_entrances(target)
@@ -171,8 +169,11 @@ def _add_read_parts(target: _Target) -> None:
     names: dict[str, dict[str, ReadParts]] = {}
     for (fqn, name), parts in target.spec.read_parts.items():
         if fqn in target.modules:
-            read = ReadParts(target.placements[f"{fqn}.{name}"], parts)
-            names.setdefault(fqn, {})[name] = read
+            placement = target.placements.get(f"{fqn}.{name}")
+            if placement is None:
+                buffer = target.modules[fqn].get_buffer(name)
+                placement = buffer_placement(target.spec, target.placements, fqn, name, buffer)
+            names.setdefault(fqn, {})[name] = ReadParts(placement, parts)
     for fqn, read in names.items():
         bias = target.placements.get(f"{fqn}.bias")
         if "weight" in read and bias is not None:
@@ -183,10 +184,12 @@ def _add_read_parts(target: _Target) -> None:
 def _add_whole_modules(target: _Target) -> None:
     """Gather what norms are called with, and shard what they return."""
     boundary = target.boundary
-    for fqn, placement in target.spec.whole.items():
-        if fqn in target.modules:
-            module, dim, key = target.modules[fqn], placement.dim, f"{fqn}.<whole>"
-            _on_argument(module, "", lambda x, d=dim, key=key: boundary.gather_around(x, d, key))
+    for (fqn, argument), placement in target.spec.whole.items():
+        if fqn not in target.modules:
+            continue
+        module, dim, key = target.modules[fqn], placement.dim, f"{fqn}.<whole>"
+        _on_argument(module, argument, lambda x, d=dim, key=key: boundary.gather_around(x, d, key))
+        if not argument:
             _on_output(module, lambda x, d=dim, key=key: boundary.split_behind(x, d, key))
 
 

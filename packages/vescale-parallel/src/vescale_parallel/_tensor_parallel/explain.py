@@ -209,8 +209,10 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
             if sharding.placements.get(f"{fqn}.{name}", Replicate()) != Replicate()
         ]
         integers = [
-            f"{name} / {parts or 'ranks'}"
-            for (owner, name), parts in spec.attributes.items()
+            f"{name} as {counted} is read"
+            if isinstance(counted, str)
+            else f"{name} / {counted or 'ranks'}"
+            for (owner, name), counted in spec.attributes.items()
             if owner == fqn
         ]
         shared = [f"part of {spec.shared[fqn]}"] if fqn in spec.shared else []
@@ -228,7 +230,8 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
             outcome = "localised"
         elif cut or shared:
             outcome = "erased"
-        whole = [f"dim {spec.whole[fqn].dim} is gathered around it"] if fqn in spec.whole else []
+        around = spec.whole.get((fqn, ""))
+        whole = [] if around is None else [f"dim {around.dim} is gathered around it"]
         if own or integers or whole or added:
             why = ", ".join([*cut, *integers, *shared, *added, *whole])
             why = why or _why_whole(fqn, own, applied.left_whole)

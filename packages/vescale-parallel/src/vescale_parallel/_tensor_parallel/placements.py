@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
@@ -26,6 +27,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
     _check_moves(spec, model)
     _check_shared(spec, model, size)
     _check_reads(spec, model)
+    _check_whole(spec, model)
     check_attention(dict(model.named_modules(remove_duplicate=False)), placements, size)
     for fqn, placement in spec.parameters.items():
         if not isinstance(placement, Shard | InterleavedShard):
@@ -106,12 +108,28 @@ def _check_reads(spec: ShardingSpec, model: nn.Module) -> None:
             )
 
 
+def _check_whole(spec: ShardingSpec, model: nn.Module) -> None:
+    for fqn, argument in spec.whole:
+        if not argument:
+            continue
+        names = list(inspect.signature(model.get_submodule(fqn).forward).parameters)
+        if argument not in names or (fqn, "") not in spec.whole:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.<whole:{argument}> is for an argument of "
+                f"{fqn!r}, of {names}, beside {fqn}.<whole> for the first activation"
+            )
+
+
 def _check_read_parts(
     spec: ShardingSpec, model: nn.Module, placements: Mapping[str, Placement]
 ) -> None:
     names = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for (module, name), parts in spec.read_parts.items():
         fqn = f"{module}.{name}"
+        if fqn in buffers:
+            buffer_placement(spec, placements, module, name, buffers[fqn])
+            continue
         placement = placements.get(fqn)
         (dim,) = {shard_dim(each) for each in parts} - {None}
         wanted = InterleavedShard(dim or 0, len(parts))
@@ -123,6 +141,32 @@ def _check_read_parts(
                 f"or by their lengths; {fqn!r} is "
                 + ("none" if placement is None else placement_text(placement))
             )
+
+
+def buffer_placement(
+    spec: ShardingSpec, placements: Mapping[str, Placement], module: str, name: str, buffer: Tensor
+) -> InterleavedShard:
+    """Return the parts of a buffer, which are those of a parameter read in the same way.
+
+    Raises:
+        ValueError: If there is no such parameter below the module.
+    """
+    parts = spec.read_parts[module, name]
+    (dim,) = {shard_dim(each) for each in parts} - {None}
+    assert dim is not None
+    for (owner, other), each in spec.read_parts.items():
+        placement = placements.get(f"{owner}.{other}")
+        alike = [one == Replicate() for one in each] == [one == Replicate() for one in parts]
+        if not alike or not f"{owner}.{other}".startswith(f"{module}."):
+            continue
+        lengths = parts_of(placement) if placement is not None else 1
+        as_long = buffer.shape[dim] if 0 <= dim < buffer.dim() else 0
+        if isinstance(lengths, tuple) and sum(lengths) == as_long:
+            return InterleavedShard(dim, lengths)
+    raise ValueError(
+        f"tensor_parallel.sharding_plan: {module}.<read:{name}> is for a buffer as long as a "
+        f"parameter below {module!r} of which the same parts are read whole, and there is none"
+    )
 
 
 def _num_parts(placement: Placement | None) -> int:

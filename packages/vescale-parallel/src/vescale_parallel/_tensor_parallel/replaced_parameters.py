@@ -77,7 +77,7 @@ class ReadParts:
 
 
 def read_parts(module: nn.Module, names: Mapping[str, ReadParts], boundary: Boundary) -> None:
-    """Have forward find some parts of parameters whole, named from the module.
+    """Have forward find some parts of parameters whole, named from the module; of buffers its own.
 
     Every rank uses all of such a part, for its own heads: ranks' shards of it are all-gathered,
     and in backward its gradients, which are partial, reduce-scattered.
@@ -94,12 +94,45 @@ def read_parts(module: nn.Module, names: Mapping[str, ReadParts], boundary: Boun
             for name, read in names.items():
                 owner_fqn, _, last = name.rpartition(".")
                 owner = module.get_submodule(owner_fqn)
+                if last in owner._buffers:
+                    buffer = owner._buffers[last]
+                    assert buffer is not None
+                    stack.enter_context(_sliced(owner, last, _own(buffer, read, boundary)))
+                    continue
                 held = owner._parameters.get(last)
                 assert held is not None
                 stack.enter_context(replaced(owner, {last: _gathered(held, read, boundary)}))
             return own(*args, **kwargs)
 
     module.forward = forward
+
+
+@contextlib.contextmanager
+def _sliced(module: nn.Module, name: str, part: Tensor) -> Iterator[None]:
+    """Have a module's own forward find a part of a buffer for a while."""
+    held = module._buffers[name]
+    module._buffers[name] = part
+    try:
+        yield
+        if module._buffers[name] is not part:
+            raise RuntimeError(
+                f"forward of {type(module).__name__} assigns buffer {name!r}, of which "
+                "tensor-parallel ranks read parts; leave <read> out of the sharding plan"
+            )
+    finally:
+        module._buffers[name] = held
+
+
+def _own(buffer: Tensor, read: ReadParts, boundary: Boundary) -> Tensor:
+    """Return what a rank reads of a whole buffer."""
+    dim: int = getattr(read.placement, "dim", 0)
+    ranks, parts = boundary.ranks, parts_of(read.placement)
+    assert isinstance(parts, tuple)
+    found = [
+        part if each == Replicate() else part.chunk(ranks.size, dim)[ranks.rank]
+        for part, each in zip(buffer.split(list(parts), dim), read.parts, strict=True)
+    ]
+    return torch.cat(found, dim)
 
 
 def _gathered(held: Tensor, read: ReadParts, boundary: Boundary) -> Tensor:

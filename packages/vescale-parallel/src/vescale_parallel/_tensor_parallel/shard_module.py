@@ -15,6 +15,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_dtensor import local_boxes
 
 from .chunks import part_sizes
+from .replaced_parameters import ReadParts
+from .sharding_spec import ShardingSpec, parts_of
+from .tensor_sharding import TensorSharding
 
 
 def cut_parameters(
@@ -71,28 +74,97 @@ def placement_between(whole: Tensor, part: Tensor, size: int) -> Placement | Non
     return Shard(dim) if fits and len(different) == 1 else None
 
 
-def divide(module: nn.Module, fqn: str, attribute: str, parts: int) -> None:
-    """Divide an integer that a module reads, its own or one of an object that it holds.
-
-    A configuration that many modules hold is copied for this one, so that the others read what
-    they did: ``"config.num_heads"``.
+def count_local(
+    modules: Mapping[str, nn.Module],
+    spec: ShardingSpec,
+    placements: Mapping[str, Placement],
+    size: int,
+) -> None:
+    """Have the integers of modules that a plan names count what is on a rank.
 
     Raises:
-        ValueError: If there is no such integer, or ``parts`` does not divide it.
+        ValueError: If one does not count what the plan says.
     """
+    for (fqn, attribute), value in _counts(modules, spec, placements, size).items():
+        _replace(modules[fqn], attribute, value)
+
+
+def check_counts(model: nn.Module, sharding: TensorSharding) -> None:
+    """Raise if an integer of a module does not count what a plan says.
+
+    Raises:
+        ValueError: With the name of the integer.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    _counts(modules, sharding.spec, sharding.placements, sharding.size)
+
+
+def _counts(
+    modules: Mapping[str, nn.Module],
+    spec: ShardingSpec,
+    placements: Mapping[str, Placement],
+    size: int,
+) -> dict[tuple[str, str], int]:
+    """Return what integers that a plan names are on a rank."""
+    found: dict[tuple[str, str], int] = {}
+    parts_read = {f"{fqn}.{name}": parts for (fqn, name), parts in spec.read_parts.items()}
+    for (fqn, attribute), counted in sorted(spec.attributes.items(), key=lambda item: item[0]):
+        if fqn not in modules:
+            continue
+        if not isinstance(counted, str):
+            parts = size if counted is None else counted
+            found[fqn, attribute] = _divided(modules[fqn], fqn, attribute, parts)
+            continue
+        name = f"{fqn}.{counted}"
+        if name not in parts_read:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.{attribute} is said to be as long as what "
+                f"is read of {counted!r}, of which no parts are read whole; write 'Shard(0)'"
+            )
+        read = ReadParts(placements[name], parts_read[name])
+        found[fqn, attribute] = _length_read(modules[fqn], fqn, attribute, read, size)
+    return found
+
+
+def _divided(module: nn.Module, fqn: str, attribute: str, parts: int) -> int:
+    """Return a part of an integer that a module reads, its own or one of an object it holds."""
     value = _integer(module, attribute)
     if value is None or value % parts:
         raise ValueError(
             f"tensor_parallel.sharding_plan: expected {fqn}.{attribute} to be an integer that "
             f"tensor-parallel ranks can divide by {parts}, got {value!r}; leave it out"
         )
+    return value // parts
+
+
+def _length_read(module: nn.Module, fqn: str, attribute: str, read: ReadParts, size: int) -> int:
+    """Return the length that a rank reads of a parameter that is as long as an integer."""
+    value = _integer(module, attribute)
+    parts = parts_of(read.placement)
+    fits = value is not None and (
+        value == sum(parts) if isinstance(parts, tuple) else value % (size * parts) == 0
+    )
+    if value is None or not fits:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected {fqn}.{attribute} to be an integer that is "
+            f"as long as parts {parts}, got {value!r}; leave it out"
+        )
+    return sum(read.read_lengths(value // size, size))
+
+
+def _replace(module: nn.Module, attribute: str, value: int) -> None:
+    """Set an integer that a module reads, its own or one of an object that it holds.
+
+    A configuration that many modules hold is copied for this one, so that the others read what
+    they did: ``"config.num_heads"``.
+    """
     *path, name = attribute.split(".")
     holder: Any = module
     for each in path:
         own = copy.copy(getattr(holder, each))
         _set(holder, each, own)
         holder = own
-    _set(holder, name, value // parts)
+    _set(holder, name, value)
 
 
 def _set(holder: Any, name: str, value: Any) -> None:

@@ -22,11 +22,11 @@ _PLACEMENTS = re.compile(rf"\(({_EITHER}(?:, {_EITHER})+)\)")
 Parts = int | tuple[int, ...]
 # What a mark of parameters can say; its opposite is said by leaving it out.
 _ONLY = {"grad": "Partial()", "read": "Partial()"}
-_PARTS = re.compile(r"Shard\(0\)(?: of (\d+))?")
+_PARTS = re.compile(r"Shard\(0\)(?: of (?:(\d+)|([A-Za-z_][\w.]*)))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::([\w.]+))?>")
 _MARKS = (
     "<in>, <out>, <enter>, <leave>, <reenter>, <grad>, <read>, <read:name>, <part>, <whole>,\n"
-    "<chunks>, <attr:name> or <random:k>"
+    "<whole:name>, <chunks>, <attr:name> or <random:k>"
 )
 
 
@@ -156,15 +156,18 @@ class ShardingSpec:
         reads: Parameter FQN to placement of what forward reads of it: of partial values, its own
             on the first rank and zeros on the others.
         read_parts: (module FQN, name of a parameter below it) to a placement for each part of the
-            parameter, as the module's forward reads it: those that are whole are all-gathered.
-        whole: Module FQN, of norms over a sharded dim, to how what they are called with is
-            sharded: it is gathered before them, and what they return is sharded again.
+            parameter, as the module's forward reads it: those that are whole are all-gathered. Of
+            a buffer, which is whole, it reads what is a rank's.
+        whole: (module FQN, argument), of norms over a sharded dim, to how the argument is sharded:
+            it is gathered before them, and what they return is sharded again. The argument is
+            empty for the first activation.
         chunked: Module FQN, of whole parameters that are applied to sharded activations, to how
             what it is called with is sharded: chunks of numerics ``"invariant"`` are along it.
         shared: FQN of whole linear layers of whose output a rank computes a part, to the
             number of parts; neighbouring ranks compute the same one.
         attributes: (module FQN, attribute) of integers that count local things, to what they
-            are divided by; None for the number of ranks.
+            are divided by, None for the number of ranks; or to the name from there of a
+            parameter, of which some parts are read whole: they are as long as what is read.
         draws: (module FQN, number of the draw within a call) of random numbers to the dim
             that they are cut along.
     """
@@ -178,10 +181,10 @@ class ShardingSpec:
     grads: Mapping[str, Placement]
     reads: Mapping[str, Placement]
     read_parts: Mapping[tuple[str, str], tuple[Placement, ...]]
-    whole: Mapping[str, Shard]
+    whole: Mapping[tuple[str, str], Shard]
     chunked: Mapping[str, Shard]
     shared: Mapping[str, int]
-    attributes: Mapping[tuple[str, str], int | None]
+    attributes: Mapping[tuple[str, str], int | str | None]
     draws: Mapping[tuple[str, int], Shard | InterleavedShard]
 
     def renamed(self, names: Mapping[str, str]) -> ShardingSpec:
@@ -212,7 +215,7 @@ class ShardingSpec:
             merged(self.grads, parameter),
             merged(self.reads, parameter),
             merged(self.read_parts, pair),
-            merged(self.whole, module),
+            merged(self.whole, pair),
             merged(self.chunked, module),
             merged(self.shared, module),
             merged(self.attributes, pair),
@@ -249,10 +252,10 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     grads: dict[str, Placement] = {}
     reads: dict[str, Placement] = {}
     read_parts: dict[tuple[str, str], tuple[Placement, ...]] = {}
-    whole: dict[str, Shard] = {}
+    whole: dict[tuple[str, str], Shard] = {}
     chunked: dict[str, Shard] = {}
     shared: dict[str, int] = {}
-    attributes: dict[tuple[str, str], int | None] = {}
+    attributes: dict[tuple[str, str], int | str | None] = {}
     draws: dict[tuple[str, int], Shard | InterleavedShard] = {}
     parameter_fqns = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     module_fqns = [fqn for fqn, _ in model.named_modules(remove_duplicate=False)]
@@ -280,14 +283,16 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
             case "grad" | "read" if of_parameters:
                 (grads if kind == "grad" else reads).update(dict.fromkeys(names, Partial()))
             case "read":
-                read_parts |= {(fqn, name): parse_placements(text) for fqn in names}
-            case "whole" | "chunks":
-                moved = whole if kind == "whole" else chunked
-                moved |= dict.fromkeys(names, _argument_dim(pattern, text))
+                having = _having(model, names, name)
+                read_parts |= {(fqn, name): parse_placements(text) for fqn in having}
+            case "whole":
+                whole |= {(fqn, name): _argument_dim(pattern, text) for fqn in names}
+            case "chunks":
+                chunked |= dict.fromkeys(names, _argument_dim(pattern, text))
             case "part":
                 shared |= dict.fromkeys(names, _parts(pattern, text) or 1)
             case "attr":
-                attributes |= {(fqn, name): _parts(pattern, text) for fqn in names}
+                attributes |= {(fqn, name): _counted(pattern, text) for fqn in names}
             case "random":
                 index, drawn = _parse_draw(pattern, name, text)
                 draws |= {(fqn, index): drawn for fqn in names}
@@ -297,6 +302,14 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
         *(parameters, inputs, outputs, entered, left, reentered, grads, reads, read_parts, whole),
         *(chunked, shared, attributes, draws),
     )
+
+
+def _having(model: nn.Module, modules: list[str], name: str) -> list[str]:
+    """Return the modules with a parameter or buffer below them; all of them if none has it."""
+    # Blocks of other kinds have other parameters below modules of the same name.
+    names = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {fqn for fqn, _ in model.named_buffers(remove_duplicate=False)}
+    return [fqn for fqn in modules if f"{fqn}.{name}" in names] or modules
 
 
 def _other_placement(pattern: str, kind: str, text: str) -> ValueError:
@@ -336,12 +349,22 @@ def _argument_dim(pattern: str, text: str) -> Shard:
 
 def _parts(pattern: str, text: str) -> int | None:
     match = _PARTS.fullmatch(text)
-    if match is None:
+    if match is None or match[2] is not None:
         raise ValueError(
             f"tensor_parallel.sharding_plan: expected 'Shard(0)' or 'Shard(0) of n' for "
             f"{pattern!r}, got {text!r}"
         )
     return None if match[1] is None else int(match[1])
+
+
+def _counted(pattern: str, text: str) -> int | str | None:
+    match = _PARTS.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            "tensor_parallel.sharding_plan: expected 'Shard(0)', 'Shard(0) of n' or, of what is "
+            f"read of a parameter, 'Shard(0) of name.weight' for {pattern!r}, got {text!r}"
+        )
+    return match[2] or (None if match[1] is None else int(match[1]))
 
 
 def _parameter_placement(pattern: str, text: str) -> Placement:

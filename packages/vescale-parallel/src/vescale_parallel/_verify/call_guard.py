@@ -24,7 +24,8 @@ from vescale_parallel._trace.dry_run import DryRunError
 from .call_signature import CallForms
 from .dry_runs import DryRuns
 from .equivalence import NOT_REACHED, Contradiction, check_plan
-from .scaled_down_model import is_large, plan_of_scaled_down, scaled_down
+from .plan_of_scaled_down import plan_of_scaled_down
+from .scaled_down_model import is_large, scaled_down
 from .threads import in_fresh_thread
 
 

@@ -5,21 +5,15 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.blocks import block_stacks, numel_of
 from vescale_parallel._model.copies import deep_copied
-from vescale_parallel._model.fqns import generalize, matching
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    parse_placement,
-    parts_of,
-    placement_text,
-)
+from vescale_parallel._model.fqns import generalize
 
 # Sizes that a transformers configuration may name, and what they become. Numbers of heads stay:
 # they decide what can be cut. There are fewer experts, which divide where all of them do.
@@ -42,6 +36,14 @@ _FEATURES = (
     "moe_intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim",
     "shared_expert_intermediate_size",
 )  # fmt: skip
+# Of mixers of Mamba: how many heads, how many features together unless they are a multiple of the
+# hidden state, and how many positions are computed at once.
+_MIXER_HEADS = ("mamba_n_heads", "mamba_num_heads", "n_mamba_heads")
+_MIXER_HEAD_DIMS = ("mamba_d_head", "mamba_head_dim", "mamba_headdim")
+_INNER, _EXPANDS = ("mamba_d_ssm",), ("mamba_expand", "expand")
+_STATES = ("mamba_d_state", "ssm_state_size", "state_size")
+_CHUNKS, _FEW_POSITIONS_A_CHUNK = ("mamba_chunk_size", "chunk_size"), 8
+_MIXER_HEAD_DIM, _STATE_A_RANK = 4, 2
 # What a mixer of Mamba that has channels instead of heads keeps of each.
 _STATE, _CHANNELS_A_RANK = ("state_size",), 6
 _EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
@@ -91,9 +93,13 @@ def scaled_down(model: nn.Module, size: int, *, shorter: bool = True) -> nn.Modu
     # In a mixer of Mamba they are together a multiple of it.
     expand = getattr(config, "expand", 0)
     scaled = None
-    mixed = (_HEAD_DIM * heads // expand,) if isinstance(expand, int) and expand else ()
+    is_mixer = isinstance(expand, int) and expand and _first(config, _MIXER_HEADS) is None
+    mixed = (_HEAD_DIM * heads // expand,) if is_mixer else ()
     for hidden in mixed or (_NARROW * heads, _HEAD_DIM * heads):
-        scaled = _made_of(model, _small_config(config, heads, hidden, size))
+        small = _small_config(config, heads, _with_mixers(config, hidden), size)
+        if mixed or _first(config, _MIXER_HEADS) is not None:
+            _shrink_mixers(small, size)
+        scaled = _made_of(model, small)
         if scaled is not None and _has_heads_of_their_own(scaled, model, heads):
             break
     return scaled if scaled is not None and _layout(scaled) == _layout(model) else None
@@ -165,6 +171,40 @@ def _small_config(config: Any, heads: int, hidden: int, size: int) -> Any:
     return config
 
 
+def _with_mixers(config: Any, hidden: int) -> int:
+    """Return a multiple of a width whose own multiple the heads of mixers divide, if it has to."""
+    mixer_heads, expand = _first(config, _MIXER_HEADS), _first(config, _EXPANDS)
+    if not mixer_heads or not expand or not _widens(config, mixer_heads):
+        return hidden
+    least = mixer_heads * _MIXER_HEAD_DIM
+    wider = hidden * math.ceil(least / (expand * hidden))
+    while expand * wider % mixer_heads:
+        wider += hidden
+    return wider
+
+
+def _widens(config: Any, mixer_heads: int) -> bool:
+    """Whether what mixers compute with is as many times as wide as the hidden state."""
+    head_dim, hidden = _first(config, _MIXER_HEAD_DIMS), _first(config, _HIDDEN)
+    expand = _first(config, _EXPANDS)
+    if _first(config, _INNER) is not None or None in (head_dim, hidden, expand):
+        return False
+    return mixer_heads * (head_dim or 0) == (expand or 0) * (hidden or 0)
+
+
+def _shrink_mixers(config: Any, size: int) -> None:
+    """Leave mixers of Mamba narrow heads, small states and short chunks, in place."""
+    mixer_heads = _first(config, _MIXER_HEADS)
+    if mixer_heads is not None:
+        inner, expand = _MIXER_HEAD_DIM * mixer_heads, _first(config, _EXPANDS) or 0
+        if _first(config, _INNER) is None and expand * (_first(config, _HIDDEN) or 0) > inner:
+            inner = expand * (_first(config, _HIDDEN) or 0)
+        _set(config, _INNER, inner)
+        _set(config, _MIXER_HEAD_DIMS, inner // mixer_heads)
+    _set(config, _STATES, _STATE_A_RANK * size)
+    _set(config, _CHUNKS, _FEW_POSITIONS_A_CHUNK)
+
+
 def _shorten(config: Any) -> None:
     """Leave few layers, of every type, in place."""
     types = getattr(config, "layer_types", None) or []
@@ -234,45 +274,9 @@ def _set(config: Any, names: Sequence[str], value: int) -> None:
 
 def _can_set(config: Any, name: str) -> bool:
     # What follows from other sizes cannot be set, and need not be.
-    return not isinstance(getattr(type(config), name, None), property)
+    own = getattr(type(config), "attribute_map", {}).get(name, name)
+    return not isinstance(getattr(type(config), own, None), property)
 
 
 def _layout(model: nn.Module) -> set[tuple[str, type]]:
     return {(generalize(fqn), type(module)) for fqn, module in model.named_modules()}
-
-
-def plan_of_scaled_down(
-    plan: Mapping[str, str], scaled: nn.Module, model: nn.Module
-) -> dict[str, str]:
-    """Return a plan of a scaled-down model with the names of the model's own last blocks.
-
-    Parts that differ in length are as many times as long as the dim that they make up.
-    """
-    last = {
-        theirs[-1]: ours[-1]
-        for theirs, ours in zip(block_stacks(scaled), block_stacks(model), strict=True)
-    }
-    shapes = {
-        name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-    renamed = {_renamed(pattern, last): text for pattern, text in plan.items()}
-    return {pattern: _scaled(pattern, text, shapes) for pattern, text in renamed.items()}
-
-
-def _scaled(pattern: str, text: str, shapes: Mapping[str, torch.Size]) -> str:
-    if "<" in pattern:
-        return text
-    placement, named = parse_placement(text), matching(pattern, shapes)
-    parts = parts_of(placement)
-    if not isinstance(parts, tuple) or not isinstance(placement, InterleavedShard) or not named:
-        return text
-    total, length = sum(parts), shapes[named[0]][placement.dim]
-    if any(part * length % total for part in parts):
-        return text  # which the model then does not fit
-    scaled = tuple(part * length // total for part in parts)
-    return placement_text(InterleavedShard(placement.dim, scaled))
-
-
-def _renamed(pattern: str, last: Mapping[str, str]) -> str:
-    head, mark, tail = pattern.partition(".<")
-    return last.get(head, head) + mark + tail

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -61,6 +61,7 @@ class Step:
         contracted: Dimensions that were multiplied and summed, or only summed.
         looked_up: Dimension whose elements were chosen by an index, of an embedding.
         flops: Floating-point operations.
+        writes: Whether it wrote into a tensor.
         into_view: Whether it wrote some elements of a larger tensor.
     """
 
@@ -73,16 +74,18 @@ class Step:
     contracted: list[Dim] = field(default_factory=list[Dim])
     looked_up: Dim = ()
     flops: int = 0
+    writes: bool = False
     into_view: bool = False
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a dimension cannot be cut."""
+    """Why a dimension cannot be cut; of a ``buffer``, unless ranks read their parts of it."""
 
     dim: Dim
     why: str
     module: str
+    buffer: str = ""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,12 @@ class UnknownOperator:
 
 @dataclass
 class Trace:
-    """One forward."""
+    """One forward.
+
+    Attributes:
+        called: Modules to the position or name, and the value's index, of each floating-point
+            tensor that a call of theirs had as an argument.
+    """
 
     axes: Axes = field(default_factory=Axes)
     values: list[Value] = field(default_factory=list[Value])
@@ -105,7 +113,10 @@ class Trace:
     unknown: list[UnknownOperator] = field(default_factory=list[UnknownOperator])
     returned: list[Value] = field(default_factory=list[Value])
     parameters: dict[str, Value] = field(default_factory=dict[str, Value])
-    called: set[str] = field(default_factory=set[str])
+    buffers: dict[str, Value] = field(default_factory=dict[str, Value])
+    called: dict[str, list[tuple[int | str, int]]] = field(
+        default_factory=dict[str, list[tuple[int | str, int]]]
+    )
     _current: Any = field(default_factory=WeakIdKeyDictionary)
 
     def add(self, tensor: torch.Tensor, dims: Sequence[Dim] | None = None, **facts: Any) -> Value:
@@ -124,12 +135,18 @@ class Trace:
         self._current[tensor] = value
         return value
 
-    def source(self, tensor: torch.Tensor, name: str, **facts: Any) -> Value:
+    def source(self, tensor: torch.Tensor, name: str, *, buffer: str = "", **facts: Any) -> Value:
         """Give a value to a tensor whose elements differ and are not parameters."""
         value = self.add(tensor, **facts)
         why = f"{name} has an element for each"
-        self.obstacles += [Obstacle(dim, why, "") for dim in value.dims if dim]
+        self.obstacles += [Obstacle(dim, why, "", buffer) for dim in value.dims if dim]
         return value
+
+    def call(self, module: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what a module is called with."""
+        given = [*enumerate(args), *kwargs.items()]
+        known = [(at, self._current.get(x)) for at, x in given if isinstance(x, torch.Tensor)]
+        self.called[module] = [(at, v.index) for at, v in known if v is not None and v.is_float]
 
     def value(self, tensor: torch.Tensor) -> Value:
         found: Value | None = self._current.get(tensor)

@@ -91,13 +91,13 @@ class _Recorder(Listener):
                 )
             trace.parameters[fqn] = made[id(parameter)]
         for fqn, buffer in self._run.model.named_buffers():
-            trace.source(buffer, f"buffer {fqn!r}")
+            trace.buffers[fqn] = trace.source(buffer, f"buffer {fqn!r}", buffer=fqn)
         for tensor in filter(_is_tensor, pytree.tree_leaves((args, kwargs))):
             has_grad = is_float(tensor.dtype)
             trace.source(tensor, "the batch", from_batch=True, has_grad=has_grad)
 
     def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.trace.called.add(fqn)
+        self.trace.call(fqn, args, kwargs)
 
     def operator(self, ran: Operator) -> None:
         outputs = tuple(filter(_is_tensor, pytree.tree_leaves(ran.output)))
@@ -117,6 +117,7 @@ class _Recorder(Listener):
             outputs=(),
             linear="no" if _adds_number(name, named) else linear,
             flops=0 if ran.is_integer else _flops(ran),
+            writes=func._schema.is_mutable,
             into_view=func._schema.is_mutable and _is_part(ran.args[0]),
         )
         call = OpCall(trace, name, module, named, inputs, outputs, step)

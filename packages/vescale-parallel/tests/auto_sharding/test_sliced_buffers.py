@@ -1,0 +1,94 @@
+"""Buffers with an element for each feature of a packed projection: a module reads a rank's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard
+
+from vescale_parallel import propose_sharding
+from vescale_parallel._auto_sharding.find_candidates import find_candidates
+from vescale_parallel._tensor_parallel.tensor_sharding import shard
+
+from .masked_ranks import worst_error
+
+Scale = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Scaled(nn.Module):
+    """Features that a few numbers shift, which all ranks use; both are multiplied by a buffer."""
+
+    def __init__(self, scale: Scale, length: int = 16) -> None:
+        super().__init__()
+        self.before, self.packed, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(12, 8)
+        self.register_buffer("scales", torch.arange(1.0, length + 1.0).double()[None, None])
+        self.scale = scale
+        self.inner = 12
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.scale(self, self.packed(self.before(x)))
+        features, few = packed.split([self.inner, 4], -1)
+        return x + self.down(torch.tanh(features) * few.mean(-1, keepdim=True))
+
+
+def written(module: nn.Module, packed: Tensor) -> Tensor:
+    scales = module.get_buffer("scales")
+    scales[0].add_(1)
+    return packed * scales
+
+
+def assigned(module: nn.Module, packed: Tensor) -> Tensor:
+    module.scales = module.get_buffer("scales") + 1
+    return packed * module.get_buffer("scales")
+
+
+def both(module: nn.Module, packed: Tensor) -> Tensor:
+    """All of them, too, as a sum."""
+    return packed * module.get_buffer("scales") + module.get_buffer("scales").sum()
+
+
+SCALES: dict[str, Scale] = {
+    "read": lambda module, packed: packed * module.get_buffer("scales"),
+    "a view": lambda module, packed: packed * module.get_buffer("scales")[0],
+    "written": written,
+    "assigned": assigned,
+    "both": both,
+}
+BATCH = torch.randn(2, 3, 8, dtype=torch.float64)
+
+
+def blocks(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Scaled(SCALES[name]), Scaled(SCALES[name])).double()
+
+
+@pytest.mark.parametrize("name", ["read", "a view"])
+def test_a_buffer_is_read_as_the_projection_is(name: str) -> None:
+    model = blocks(name)
+    found = find_candidates(model, BATCH, 2).chosen
+    (cut,) = (cut for cut in found if "0.packed.weight" in cut.parameters)
+    assert cut.reads["0", "scales"] == (Shard(2), Replicate())
+    assert worst_error(model, lambda each: each(BATCH), cut) < 1e-9
+    plan = propose_sharding(model, "auto", 2, example_batch=BATCH).plan
+    assert plan["*.<read:scales>"] == "(Shard(2), Replicate())"
+    assert plan["*.packed.weight"] == "InterleavedShard(0, (12, 4))"
+
+
+@pytest.mark.parametrize("name", ["written", "assigned", "both"])
+def test_layers_stay_whole_with_a_buffer_that_is_used_otherwise(name: str) -> None:
+    plan = propose_sharding(blocks(name), "auto", 2, example_batch=BATCH).plan
+    assert not any("packed" in pattern or "scales" in pattern for pattern in plan)
+
+
+def test_a_buffer_that_is_as_long_as_no_parameter_is_refused() -> None:
+    model = nn.Sequential(Scaled(SCALES["read"], 15))
+    plan = {
+        "0.packed.weight": "InterleavedShard(0, (12, 4))",
+        "0.packed.<read:weight>": "(Shard(0), Replicate())",
+        "0.<read:scales>": "(Shard(2), Replicate())",
+    }
+    with pytest.raises(ValueError, match="as long as a parameter below '0'"):
+        shard(plan, model, 2)
