@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.inputs import bind, example_from
+from vescale_parallel._model.inputs import bind, example_from, example_of
 
 
 class Named(nn.Module):
@@ -42,3 +43,23 @@ def test_rows_that_are_pairs_become_arguments_in_order() -> None:
     args, kwargs = bind(Named(), example_from([(torch.ones(3), torch.zeros(3))] * 2))
     assert [tuple(value.shape) for value in args] == [(2, 3), (2, 3)]
     assert kwargs == {}
+
+
+class OfConfig(nn.Module):
+    """A model of transformers, as far as its inputs go."""
+
+    def __init__(self, main_input_name: str, **config: Any) -> None:
+        super().__init__()
+        self.main_input_name = main_input_name
+        self.config = SimpleNamespace(**config)
+
+
+def test_configurations_that_do_not_say_all_of_an_input_give_no_example() -> None:
+    shown = example_of(OfConfig("pixel_values", image_size=8, num_channels=3))
+    assert shown is not None
+    assert tuple(shown["pixel_values"].shape[1:]) == (3, 8, 8)
+    assert example_of(OfConfig("pixel_values", num_channels=3)) is None  # ResNet
+    assert example_of(OfConfig("pixel_values", image_size=None, num_channels=3)) is None
+    assert example_of(OfConfig("pixel_values", image_size=8)) is None
+    encoder = OfConfig("input_features", max_source_positions=8, num_mel_bins=4)
+    assert example_of(encoder) is None  # of Whisper, alone

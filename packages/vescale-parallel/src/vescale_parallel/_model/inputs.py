@@ -193,16 +193,25 @@ def example_of(model: nn.Module) -> dict[str, Tensor] | None:
         ids_BS = torch.arange(_ROWS * _LENGTH).view(_ROWS, _LENGTH) % _vocabulary(model)
         both = getattr(config, "is_encoder_decoder", False)
         return {main: ids_BS, "decoder_input_ids": ids_BS} if both else {main: ids_BS}
-    if main == "input_features" and hasattr(config, "max_source_positions"):
+    if main == "input_features" and _says(config, *_OF_SPECTRA):
         ids_BS = torch.arange(_ROWS * _LENGTH).view(_ROWS, _LENGTH) % config.vocab_size
         # Two steps of a spectrum become one position.
         shape = (_ROWS, config.num_mel_bins, 2 * config.max_source_positions)
         return {main: torch.zeros(shape), "decoder_input_ids": ids_BS}
-    if main == "pixel_values":
+    if main == "pixel_values" and _says(config, *_OF_IMAGES):
         side = config.image_size
         height, width = (side, side) if isinstance(side, int) else side
         return {main: torch.zeros(_ROWS, config.num_channels, height, width)}
     return None
+
+
+# What an input is made by; networks of convolutions, of images of any size, do not say one.
+_OF_SPECTRA = ("max_source_positions", "num_mel_bins", "vocab_size")
+_OF_IMAGES = ("image_size", "num_channels")
+
+
+def _says(config: Any, *names: str) -> bool:
+    return all(getattr(config, name, None) is not None for name in names)
 
 
 def _vocabulary(model: nn.Module) -> int:
