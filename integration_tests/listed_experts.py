@@ -176,8 +176,42 @@ class Called(nn.Module):
         return self.experts(flat, chosen, weights).view_as(x)
 
 
+class DictOfExperts(nn.ModuleDict):
+    """A list with a forward of rows, masks and weights, and dropout beside the experts."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__({f"expert_{i}": mlp() for i in range(num_experts)})
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, rows: Tensor, masks: Tensor, weights: Tensor) -> Tensor:
+        final = torch.zeros_like(rows)
+        for index in masks.sum((0, 1)).nonzero()[:, 0].tolist():
+            (row,) = torch.where(masks[:, 0, index])
+            made = self.dropout(self[f"expert_{index}"](rows[row]) * weights[row])
+            final.index_add_(0, row, made)
+        return final
+
+
+class CalledWithMasks(nn.Module):
+    """As transformers 5 has Switch, with a capacity of each sequence."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, num_experts)
+        self.experts = DictOfExperts(num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        weights, chosen = scores.max(-1)
+        masks = F.one_hot(chosen, scores.shape[-1])
+        masks = masks * (masks.cumsum(-2) <= 3)
+        made = self.experts(x.flatten(0, 1), masks.flatten(0, 1)[:, None], weights.view(-1, 1))
+        return made.view_as(x)
+
+
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
-    each.__name__: each for each in (Switch, OldMixtral, Slots, DeepSeek, Dense, Called)
+    each.__name__: each
+    for each in (Switch, OldMixtral, Slots, DeepSeek, Dense, Called, CalledWithMasks)
 }
 
 

@@ -8,7 +8,9 @@ parts: results and all gradients have to be the same; see [Note: two passes].
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -58,22 +60,31 @@ def find_listed(
 
 def _candidates(model: nn.Module, layers: Collection[str] = ()) -> Iterator[ListedExperts]:
     for fqn, container in model.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.ModuleDict) or len(container) < 2:
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict):
             continue
-        names, experts = (*container._modules,), [*container.children()]
-        if len(experts) < len(names) or len({*map(_structure, experts)}) > 1:
-            continue
-        if not _structure(experts[0])[1]:
+        is_called = type(container).forward is not nn.Module.forward
+        names = _alike(container, beside_others=is_called)
+        if len(names) < 2:
             continue
         parent, _, name = fqn.rpartition(".")
-        if type(container).forward is not nn.Module.forward:
-            candidate = ListedExperts(fqn, "", names)
-        else:
-            candidate = ListedExperts(parent, name, names)
-        module = model.get_submodule(candidate.fqn)
+        candidate = (
+            ListedExperts(fqn, "", names) if is_called else ListedExperts(parent, name, names)
+        )
+        module, owner = model.get_submodule(candidate.fqn), model.get_submodule(parent)
         is_given_rows = candidate.fqn_of(0) not in layers and takes_rows(module)
-        if is_given_rows or _has_router(module, container, len(names)):
+        if is_given_rows or _has_router(owner, container, len(names)):
             yield candidate
+
+
+def _alike(container: nn.Module, *, beside_others: bool) -> tuple[str, ...]:
+    """Return the names of a list's modules if all have one structure, with parameters.
+
+    ``beside_others`` that have none: dropout that a list with a forward of its own calls.
+    """
+    held = {name: _structure(child) for name, child in container._modules.items() if child}
+    alike = {name: each for name, each in held.items() if each[1]}
+    is_whole = beside_others or len(alike) == len(container._modules)
+    return (*alike,) if is_whole and len({*alike.values()}) == 1 else ()
 
 
 def _structure(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
@@ -90,6 +101,7 @@ def _proven(
 ) -> ListedExperts | str:
     """Return how a module calls its experts, or why they cannot be shared out."""
     module = model.get_submodule(experts.fqn)
+    owner = _owner(model, experts)
     if _is_tied(model, experts):
         return "an expert and something else share a parameter"
     if _numel(module) > _MOST_NUMEL:
@@ -98,11 +110,11 @@ def _proven(
             return (
                 "it is too large to be tried, and the model has no configuration of a smaller one"
             )
-        module = smaller
+        module, owner = smaller
     with untouched_generators(seed=0), InDouble():
         copied = random_copy(module)
         try:
-            given = _inputs(experts, copied)
+            given = _inputs(experts, copied, owner)
         except Exception as error:  # of any kind: of code that is called with what it is not for
             kind = type(module).__name__
             missing = f" ({error})" if isinstance(error, TypeError) else ""
@@ -124,15 +136,21 @@ def _numel(module: nn.Module) -> int:
 
 def _smaller(
     experts: ListedExperts, model: nn.Module, scaled: list[nn.Module | None]
-) -> nn.Module | None:
+) -> tuple[nn.Module, nn.Module | None] | None:
+    """Return a smaller module like the one that has the list, and what calls it."""
     if not scaled:
         scaled.append(scaled_down(model, 1))
     if scaled[0] is None:
         return None
     for each in _candidates(scaled[0]):
         if generalize(each.fqn) == generalize(experts.fqn) and each.names == experts.names:
-            return scaled[0].get_submodule(each.fqn)
+            return scaled[0].get_submodule(each.fqn), _owner(scaled[0], each)
     return None
+
+
+def _owner(model: nn.Module, experts: ListedExperts) -> nn.Module | None:
+    """Return the module that calls a list which has a forward of its own; None if it has none."""
+    return None if experts.container else model.get_submodule(experts.fqn.rpartition(".")[0])
 
 
 def _is_tied(model: nn.Module, experts: ListedExperts) -> bool:
@@ -164,8 +182,8 @@ def _tried(experts: ListedExperts, module: nn.Module, given: Made) -> ListedExpe
     return "its results are not those of its experts, each run on rows of its own"
 
 
-def _inputs(experts: ListedExperts, module: nn.Module) -> Made:
-    """Return what a module can be called with."""
+def _inputs(experts: ListedExperts, module: nn.Module, owner: nn.Module | None) -> Made:
+    """Return what a module can be called with: rows, or what its owner gives it."""
     errors = list[Exception]()
     for hidden in _widths(experts, module):
         rows = torch.randn(_ROWS, _LENGTH, hidden, dtype=torch.float64)
@@ -182,7 +200,34 @@ def _inputs(experts: ListedExperts, module: nn.Module) -> Made:
                 errors.append(error)
             else:
                 return given
+    if owner is not None:
+        seen = _seen(experts, owner)
+        if seen:
+            return seen
     raise errors[0]
+
+
+def _seen(experts: ListedExperts, owner: nn.Module) -> Made:
+    """Return the tensors that a list is called with as its owner is called with rows."""
+    copied = random_copy(owner)
+    module = copied.get_submodule(experts.fqn.rpartition(".")[-1])
+    seen = list[Made]()
+
+    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+        values = inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()
+        if all(isinstance(value, Tensor) for value in values):
+            seen.append(tuple(value.detach() for value in values))
+
+    module.register_forward_pre_hook(note, with_kwargs=True)
+    for hidden in _widths(experts, module):
+        rows = torch.randn(_ROWS, _LENGTH, hidden, dtype=torch.float64)
+        for given in (rows, rows.view(-1, hidden)):
+            # Arbitrary modules, of rows of another width or shape.
+            with contextlib.suppress(Exception), torch.no_grad():
+                copied(given)
+                if seen:
+                    return seen[0]
+    return ()
 
 
 def _widths(experts: ListedExperts, module: nn.Module) -> list[int]:
