@@ -8,9 +8,7 @@ parts: results and all gradients have to be the same; see [Note: two passes].
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,13 +22,13 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
-from .experts import takes_rows
+from .calls_seen import tensors_seen
+from .experts import close, takes_rows
 from .left_behind import what_stays
 from .listed import CallsOf, FirstPass, ListedExperts, PlayedBack, first_pass, second_pass
 
 _MOST_NUMEL = 2**26  # of a module that is run
 _ROWS, _LENGTH, _NUM_SLOTS = 2, 16, 2
-_RELATIVE = 1e-9  # far above rounding in float64, far below any difference in what is computed
 Made = tuple[Tensor, ...]
 
 
@@ -177,7 +175,7 @@ def _tried(experts: ListedExperts, module: nn.Module, given: Made) -> ListedExpe
     if why:
         return why
     made = _with_gradients(module, given, lambda *args: _in_two_passes(proven, module, args))
-    if all(map(_close, made, expected)):
+    if all(map(close, made, expected)):
         return proven
     return "its results are not those of its experts, each run on rows of its own"
 
@@ -201,33 +199,11 @@ def _inputs(experts: ListedExperts, module: nn.Module, owner: nn.Module | None) 
             else:
                 return given
     if owner is not None:
-        seen = _seen(experts, owner)
+        name = experts.fqn.rpartition(".")[-1]
+        seen = tensors_seen(owner, name, _widths(experts, module))
         if seen:
             return seen
     raise errors[0]
-
-
-def _seen(experts: ListedExperts, owner: nn.Module) -> Made:
-    """Return the tensors that a list is called with as its owner is called with rows."""
-    copied = random_copy(owner)
-    module = copied.get_submodule(experts.fqn.rpartition(".")[-1])
-    seen = list[Made]()
-
-    def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-        values = inspect.signature(module.forward).bind(*args, **kwargs).arguments.values()
-        if all(isinstance(value, Tensor) for value in values):
-            seen.append(tuple(value.detach() for value in values))
-
-    module.register_forward_pre_hook(note, with_kwargs=True)
-    for hidden in _widths(experts, module):
-        rows = torch.randn(_ROWS, _LENGTH, hidden, dtype=torch.float64)
-        for given in (rows, rows.view(-1, hidden)):
-            # Arbitrary modules, of rows of another width or shape.
-            with contextlib.suppress(Exception), torch.no_grad():
-                copied(given)
-                if seen:
-                    return seen[0]
-    return ()
 
 
 def _widths(experts: ListedExperts, module: nn.Module) -> list[int]:
@@ -323,10 +299,3 @@ def _with_gradients(module: nn.Module, given: Made, run: Callable[..., Any]) -> 
     trained = [each for each in (*given, *module.parameters()) if each.requires_grad]
     grads = torch.autograd.grad(total, trained, allow_unused=True, materialize_grads=True)
     return tuple(result.detach() for result in results) + grads
-
-
-def _close(made: Tensor, expected: Tensor) -> bool:
-    if made.shape != expected.shape:
-        return False
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return not made.numel() or bool((made - expected).abs().max() <= _RELATIVE * max(scale, 1e-6))
