@@ -310,5 +310,38 @@ def test_rows_of_experts_that_depend_on_others_are_refused(kind: type[Batched], 
 
 
 def test_experts_that_have_all_rows_at_once_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"'experts' stacks matrices, but .*not return a row for each"):
+    with pytest.raises(
+        ValueError, match=r"'experts' stacks matrices, but .*not return a row for each"
+    ):
         find_experts(Broadcasting(AllRows()), 2)
+
+
+class Gathering(nn.Module):
+    """Takes the weights of each row's experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        return torch.einsum("tkio,ti->tko", self.weight[chosen], rows)
+
+
+class Together(nn.Module):
+    """The router's parameter is beside the stacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.router = nn.Parameter(torch.randn(4, 6, 6)), nn.Linear(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (lambda: Moe(Gathering()), r"'experts' stacks .* its forward takes \(rows, chosen\)"),
+        (lambda: nn.Sequential(Together()), r"not all of its .* stacks of 4 \('router.weight'"),
+    ],
+)
+def test_errors_say_what_is_in_the_way(kind: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        find_experts(kind(), 2)

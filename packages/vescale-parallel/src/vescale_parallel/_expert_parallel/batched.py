@@ -75,6 +75,10 @@ def proven_batched(owner: nn.Module, name: str, size: int) -> tuple[int, tuple[s
             return f"it is called with a tensor of shape {tuple(rows.shape)}"
         rows_ENH = torch.randn_like(by_expert(rows, count))
         try:
+            with torch.no_grad():
+                made = whole(laid_out(rows_ENH, rows.dim()))
+            if made.shape[:-1] != laid_out(rows_ENH, rows.dim()).shape[:-1]:
+                return "it does not return a row for each row of each expert"
             expected = _with_gradients(whole, rows_ENH, _as_one(whole, rows.dim()))
         # What a user's module raises is why it is not understood.
         except Exception as error:
@@ -112,11 +116,7 @@ def _draws(module: nn.Module, rows: Tensor) -> bool:
 
 def _as_one(module: nn.Module, num_dims: int) -> Callable[[Tensor], Tensor]:
     def run(rows_ENH: Tensor) -> Tensor:
-        rows = laid_out(rows_ENH, num_dims)
-        made = module(rows)
-        if made.shape[:-1] != rows.shape[:-1]:
-            raise ValueError("it does not return a row for each row of each expert")
-        return by_expert(made, len(rows_ENH))
+        return by_expert(module(laid_out(rows_ENH, num_dims)), len(rows_ENH))
 
     return run
 

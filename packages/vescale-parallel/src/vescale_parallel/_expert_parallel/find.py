@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from .experts import (
 )
 from .find_listed import find_listed
 from .found import FoundExperts
+from .near_misses import near_misses
 
 _MAX_NUMEL = 2**22  # of a module that is run itself
 _MOST_NUMEL = 2**27  # likewise, where nothing smaller is like it
@@ -69,20 +70,13 @@ def find_experts(model: nn.Module, size: int) -> FoundExperts:
     batched, stacks = _batched(model, size)
     stacked = [*_stacked(model, size), *batched]
     if not stacked and not listed:
-        alike = dict.fromkeys((generalize(fqn), said) for fqn, said in others.items())
-        names = [generalize(fqn) for fqn in others]
-        one = {generalize(fqn): fqn for fqn in others if names.count(generalize(fqn)) == 1}
-        why = "".join(
-            f" The list {one.get(name, name)!r} is not one of experts: {said}."
-            for name, said in alike
-        ) + "".join(f" {fqn!r} stacks matrices, but {said}." for fqn, said in stacks.items())
         raise ValueError(
             f"expert_parallel.size {size}: found no experts in {type(model).__name__}; leave "
             "expert_parallel out of the plan. Looked for: a module whose parameters all stack "
             "them on their first dim, and whose forward takes rows (tokens, hidden), the experts "
             "of each (tokens, k) and their weights (tokens, k), or as many rows of each expert; "
             "or modules of one structure in an nn.ModuleList, beside a router in the module that "
-            f"calls each with its rows.{why}"
+            f"calls each with its rows.{_why_not(model, others, stacks)}"
         )
     return FoundExperts(stacked, listed)
 
@@ -110,6 +104,23 @@ def _stacked(model: nn.Module, size: int) -> list[Experts]:
         like = known[kind]
         found.append(Experts(fqn, count, like.attributes, like.combination))
     return found
+
+
+def _why_not(model: nn.Module, lists: Mapping[str, str], stacks: dict[str, str]) -> str:
+    """Return sentences about what looks like experts, one for modules of one kind."""
+    alike = dict.fromkeys((generalize(fqn), said) for fqn, said in lists.items())
+    names = [generalize(fqn) for fqn in lists]
+    one = {generalize(fqn): fqn for fqn in lists if names.count(generalize(fqn)) == 1}
+    near = {generalize(fqn): said for fqn, said in near_misses(model)} | stacks
+    return "".join(
+        [
+            *(
+                f" The list {one.get(name, name)!r} is not one of experts: {said}."
+                for name, said in alike
+            ),
+            *(f" {name!r} stacks matrices, but {said}." for name, said in near.items()),
+        ]
+    )
 
 
 def _batched(model: nn.Module, size: int) -> tuple[list[Experts], dict[str, str]]:
