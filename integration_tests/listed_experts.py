@@ -176,8 +176,97 @@ class Called(nn.Module):
         return self.experts(flat, chosen, weights).view_as(x)
 
 
+class DictOfExperts(nn.ModuleDict):
+    """A list with a forward of rows, masks and weights, and dropout beside the experts."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__({f"expert_{i}": mlp() for i in range(num_experts)})
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, rows: Tensor, masks: Tensor, weights: Tensor) -> Tensor:
+        final = torch.zeros_like(rows)
+        for index in masks.sum((0, 1)).nonzero()[:, 0].tolist():
+            (row,) = torch.where(masks[:, 0, index])
+            made = self.dropout(self[f"expert_{index}"](rows[row]) * weights[row])
+            final.index_add_(0, row, made)
+        return final
+
+
+class CalledWithMasks(nn.Module):
+    """As transformers 5 has Switch, with a capacity of each sequence."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, num_experts)
+        self.experts = DictOfExperts(num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(-1)
+        weights, chosen = scores.max(-1)
+        masks = F.one_hot(chosen, scores.shape[-1])
+        masks = masks * (masks.cumsum(-2) <= 3)
+        made = self.experts(x.flatten(0, 1), masks.flatten(0, 1)[:, None], weights.view(-1, 1))
+        return made.view_as(x)
+
+
 LAYERS: dict[str, Callable[[int], nn.Module]] = {
-    each.__name__: each for each in (Switch, OldMixtral, Slots, DeepSeek, Dense, Called)
+    each.__name__: each
+    for each in (Switch, OldMixtral, Slots, DeepSeek, Dense, Called, CalledWithMasks)
+}
+
+
+class Stacks(nn.Module):
+    """Takes as many rows of each expert, on the first dim or flat, one expert after the other."""
+
+    def __init__(self, num_experts: int, *, is_flat: bool) -> None:
+        super().__init__()
+        self.num_experts, self.is_flat = num_experts, is_flat
+        self.up = nn.Parameter(torch.randn(num_experts, HIDDEN, INNER) / 3)
+        self.down = nn.Parameter(torch.randn(num_experts, INNER, HIDDEN) / 3)
+        self.bias = nn.Parameter(torch.randn(num_experts, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.view(self.num_experts, -1, HIDDEN) if self.is_flat else x.flatten(1, -2)
+        made = torch.bmm(F.silu(torch.bmm(rows, self.up)), self.down) + self.bias[:, None]
+        return made.view(x.shape)
+
+
+class AllTokens(nn.Module):
+    """As Llama 4: every expert has all tokens, times their scores, which are mostly zero."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, num_experts, bias=False)
+        self.experts = Stacks(num_experts, is_flat=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat, logits = x.view(-1, HIDDEN), self.router(x.view(-1, HIDDEN))
+        weights, chosen = logits.topk(1, dim=-1)
+        scores = torch.full_like(logits, float("-inf")).scatter(1, chosen, weights).sigmoid()
+        routed = flat.repeat(logits.shape[1], 1) * scores.t().reshape(-1, 1)
+        return self.experts(routed).view(logits.shape[1], *x.shape).sum(0)
+
+
+class Capacity(nn.Module):
+    """As GShard: one-hot products give each expert some tokens of every sequence."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(HIDDEN, num_experts))
+        self.experts = Stacks(num_experts, is_flat=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, chosen = (x @ self.gate).softmax(-1).max(-1)
+        mask = F.one_hot(chosen, self.gate.shape[1])
+        place = (mask.cumsum(1) * mask).sum(-1)
+        slots = F.one_hot(place.clamp(max=3), 4)[..., 1:] * mask.sum(-1, keepdim=True)
+        sent = (mask[..., None] * slots[:, :, None]).to(x)
+        made = self.experts(torch.einsum("bnd,bnec->ebcd", x, sent))
+        return torch.einsum("ebcd,bnec,bn->bnd", made, sent, weights)
+
+
+BATCHED: dict[str, Callable[[int], nn.Module]] = {
+    each.__name__: each for each in (AllTokens, Capacity)
 }
 
 
@@ -197,7 +286,9 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, HIDDEN)
-        self.blocks = nn.ModuleList(Block(LAYERS[layer](num_experts)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            Block({**LAYERS, **BATCHED}[layer](num_experts)) for _ in range(2)
+        )
         self.head = nn.Linear(HIDDEN, VOCABULARY)
         for name, parameter in self.named_parameters():
             is_router = num_experts in parameter.shape and parameter.numel() <= 8 * num_experts

@@ -238,3 +238,110 @@ def test_rows_are_added_in_the_order_that_the_module_has(combination: Combinatio
     made = combined(rows, index, weights, combination)
     expected = {"slots": rows.sum(1), "ascending": (rows[:, 1] + rows[:, 2]) + rows[:, 0]}
     assert torch.equal(made, expected[combination])
+
+
+class Batched(nn.Module):
+    """As many rows for each expert, on the first dim or flat."""
+
+    def __init__(self, *, is_flat: bool = False) -> None:
+        super().__init__()
+        self.weight, self.is_flat = nn.Parameter(torch.randn(4, 6, 6)), is_flat
+        self.how_many = 4
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.is_flat or len(x) == self.how_many
+        rows = x.view(self.how_many, -1, 6) if self.is_flat else x
+        return self.made(rows @ self.weight).view(x.shape)
+
+    def made(self, rows: Tensor) -> Tensor:
+        return rows.tanh()
+
+
+class OverRows(Batched):
+    def made(self, rows: Tensor) -> Tensor:
+        return rows - rows.mean(1, keepdim=True)
+
+
+class OverExperts(Batched):
+    def made(self, rows: Tensor) -> Tensor:
+        return rows - rows.mean(0)
+
+
+class DroppingBatched(Batched):
+    def made(self, rows: Tensor) -> Tensor:
+        return nn.functional.dropout(rows, 0.5, self.training)
+
+
+class Owner(Moe):
+    """Gives all experts all rows, times their scores."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        rows = flat * self.router(flat).softmax(-1).T[..., None]
+        is_flat = getattr(self.experts, "is_flat", False)
+        made = self.experts(rows.flatten(0, 1) if is_flat else rows)
+        return made.view(4, *x.shape).sum(0)
+
+
+class Broadcasting(Owner):
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        return (self.experts(flat) * self.router(flat).T[..., None]).sum(0).view_as(x)
+
+
+@pytest.mark.parametrize(("is_flat", "num_dims"), [(True, 2), (False, 3)])
+def test_experts_that_take_as_many_rows_each_are_found(is_flat: bool, num_dims: int) -> None:
+    (found,) = find_experts(Owner(Batched(is_flat=is_flat)), 2).stacked
+    assert (found.num_dims, found.num_experts) == (num_dims, 4)
+    assert found.attributes == ("how_many",)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (OverRows, "depends on other rows or experts"),
+        (OverExperts, "depends on other rows or experts"),
+        (DroppingBatched, "draws random numbers"),
+    ],
+)
+def test_rows_of_experts_that_depend_on_others_are_refused(kind: type[Batched], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        find_experts(Owner(kind()), 2)
+
+
+def test_experts_that_have_all_rows_at_once_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"'experts' stacks matrices, but .*not return a row for each"
+    ):
+        find_experts(Broadcasting(AllRows()), 2)
+
+
+class Gathering(nn.Module):
+    """Takes the weights of each row's experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, 6))
+
+    def forward(self, rows: Tensor, chosen: Tensor) -> Tensor:
+        return torch.einsum("tkio,ti->tko", self.weight[chosen], rows)
+
+
+class Together(nn.Module):
+    """The router's parameter is beside the stacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.router = nn.Parameter(torch.randn(4, 6, 6)), nn.Linear(6, 4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (lambda: Moe(Gathering()), r"'experts' stacks .* its forward takes \(rows, chosen\)"),
+        (lambda: nn.Sequential(Together()), r"not all of its .* stacks of 4 \('router.weight'"),
+    ],
+)
+def test_errors_say_what_is_in_the_way(kind: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        find_experts(kind(), 2)

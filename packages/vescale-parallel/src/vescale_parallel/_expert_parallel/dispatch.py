@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._mesh.mesh import second_group
 
+from .dispatch_batched import BatchedDispatch
 from .dispatch_listed import ListDispatch
 from .experts import Experts, bound, call_some, combined, refuse_whole_batch, sorted_by_expert
 from .found import FoundExperts
@@ -38,7 +39,9 @@ def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> list[Li
     if not (found.stacked or found.listed):
         return []
     group = second_group(mesh, "ep")
-    counted = {each.fqn: Counted(each.num_experts) for each in (*found.stacked, *found.listed)}
+    # Experts that all have as many rows have a load that says nothing.
+    rows_of = [each for each in found.stacked if each.num_dims is None]
+    counted = {each.fqn: Counted(each.num_experts) for each in (*rows_of, *found.listed)}
     lists = [
         ListDispatch(model.get_submodule(each.fqn), each, group, counted[each.fqn])
         for each in found.listed
@@ -47,6 +50,9 @@ def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> list[Li
         each.install()
     for experts in found.stacked:
         module = model.get_submodule(experts.fqn)
+        if experts.num_dims is not None:
+            BatchedDispatch(module, experts, group).install()
+            continue
         _Dispatch(module, module.forward, experts, group, counted[experts.fqn]).install()
     object.__setattr__(model, "_vescale_expert_load", Load(counted, mesh))
     return lists

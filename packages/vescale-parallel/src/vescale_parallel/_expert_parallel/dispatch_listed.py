@@ -97,7 +97,8 @@ class ListDispatch:
         if self._played is None:
             raise ValueError(
                 f"{self._experts.fqn_of(index)!r} was called by another module than "
-                f"{self._experts.fqn!r}; with expert_parallel it has one caller"
+                f"{self._experts.fqn!r}, or again in backward by a checkpoint within that; with "
+                "expert_parallel it has one caller, and a checkpoint is around that"
             )
         return self._played.take(index, rows)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from vescale_parallel._torch_private import pytree
 
 Combination = Literal["slots", "ascending"]
 _NUM_ARGUMENTS = 3  # rows, the experts of each, their weights
+_RELATIVE = 1e-9  # far above rounding in float64, far below any difference in what is computed
 
 
 @dataclass(frozen=True)
@@ -28,19 +30,29 @@ class Experts:
         attributes: Its integers that count experts, and so count this rank's in a call of those.
         combination: How it adds up the experts of a row: all of its slots at once, or one after
             the other in the order of experts.
+        num_dims: Of its one input, if it takes as many rows for each expert, flat if 2; None if it
+            takes rows, the experts of each and their weights.
     """
 
     fqn: str
     num_experts: int
     attributes: tuple[str, ...]
     combination: Combination
+    num_dims: int | None = None
 
 
 def num_stacked(module: nn.Module) -> int:
     """Return how many experts a module stacks, 0 if it is none that stacks some.
 
-    It has parameters of its own, all with one first dim and one of them a stack of matrices, and
-    a forward of three arguments: rows, the experts of each, and their weights.
+    Its forward has three arguments: rows, the experts of each, and their weights.
+    """
+    return num_alike(module) if takes_rows(module) else 0
+
+
+def num_alike(module: nn.Module) -> int:
+    """Return the one first dim of a module's parameters, which are its own; 0 if there is none.
+
+    One of them has to be a stack of matrices.
     """
     own = [parameter.shape for parameter in module.parameters(recurse=False)]
     if len(own) != len(list(module.parameters())) or not own:
@@ -48,7 +60,7 @@ def num_stacked(module: nn.Module) -> int:
     if min(map(len, own)) < 2 or max(map(len, own)) < 3:
         return 0
     lengths = {shape[0] for shape in own}
-    return lengths.pop() if len(lengths) == 1 and takes_rows(module) else 0
+    return lengths.pop() if len(lengths) == 1 else 0
 
 
 def takes_rows(module: nn.Module) -> bool:
@@ -111,12 +123,45 @@ def call_some(
 
     With weights of one, which multiply to the same bits.
     """
+    given = rows_NH, expert_N[:, None], rows_NH.new_ones(len(rows_NH), 1)
+    return call_counting(module, forward, attributes, num_experts, *given)
+
+
+def call_counting(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    attributes: Sequence[str],
+    num_experts: int,
+    *given: Tensor,
+) -> Tensor:
+    """Run a module whose integers that count experts are ``num_experts`` now."""
     with _counting(module, attributes, num_experts):
-        return forward(rows_NH, expert_N[:, None], rows_NH.new_ones(len(rows_NH), 1))
+        return forward(*given)
+
+
+def counts_of(module: nn.Module, count: int) -> Iterator[str]:
+    """Yield a module's integers that may count its experts."""
+    for name, value in vars(module).items():
+        if type(value) is int and value == count:
+            yield name
+
+
+def subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yield sets of names, all of them first."""
+    for length in range(len(names), -1, -1):
+        yield from itertools.combinations(names, length)
+
+
+def close(made: Tensor, expected: Tensor) -> bool:
+    """Whether two runs in float64 made the same but for rounding."""
+    if made.shape != expected.shape:
+        return False
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    return not made.numel() or bool((made - expected).abs().max() <= _RELATIVE * max(scale, 1e-6))
 
 
 @contextlib.contextmanager
-def _counting(module: nn.Module, attributes: tuple[str, ...], value: int) -> Iterator[None]:
+def _counting(module: nn.Module, attributes: Sequence[str], value: int) -> Iterator[None]:
     held = {name: getattr(module, name) for name in attributes}
     try:
         for name in attributes:

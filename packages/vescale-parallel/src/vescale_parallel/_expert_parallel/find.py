@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +22,25 @@ from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._trace.generators import generator_state, untouched_generators
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
-from .experts import Combination, Experts, call_some, combined, num_stacked, sorted_by_expert
+from .batched import MOST_NUMEL, num_batched, proven_batched
+from .experts import (
+    Combination,
+    Experts,
+    call_some,
+    close,
+    combined,
+    counts_of,
+    num_stacked,
+    sorted_by_expert,
+    subsets,
+)
 from .find_listed import find_listed
 from .found import FoundExperts
+from .near_misses import near_misses
 
 _MAX_NUMEL = 2**22  # of a module that is run itself
 _MOST_NUMEL = 2**27  # likewise, where nothing smaller is like it
 _NUM_ROWS, _NUM_SLOTS = 24, 3
-_RELATIVE = 1e-9  # far above rounding in float64, far below any difference in what is computed
 _HIDDEN = ("hidden_size", "hidden_dim", "dim", "d_model")
 Made = tuple[Tensor, ...]
 
@@ -56,21 +67,16 @@ def find_experts(model: nn.Module, size: int) -> FoundExperts:
         ValueError: If there are none, or some that are stacked cannot be shared out.
     """
     listed, others = find_listed(model)
-    stacked = _stacked(model, size)
+    batched, stacks = _batched(model, size)
+    stacked = [*_stacked(model, size), *batched]
     if not stacked and not listed:
-        alike = dict.fromkeys((generalize(fqn), said) for fqn, said in others.items())
-        names = [generalize(fqn) for fqn in others]
-        one = {generalize(fqn): fqn for fqn in others if names.count(generalize(fqn)) == 1}
-        why = "".join(
-            f" The list {one.get(name, name)!r} is not one of experts: {said}."
-            for name, said in alike
-        )
         raise ValueError(
             f"expert_parallel.size {size}: found no experts in {type(model).__name__}; leave "
             "expert_parallel out of the plan. Looked for: a module whose parameters all stack "
             "them on their first dim, and whose forward takes rows (tokens, hidden), the experts "
-            "of each (tokens, k) and their weights (tokens, k); or modules of one structure in an "
-            f"nn.ModuleList, beside a router in the module that calls each with its rows.{why}"
+            "of each (tokens, k) and their weights (tokens, k), or as many rows of each expert; "
+            "or modules of one structure in an nn.ModuleList, beside a router in the module that "
+            f"calls each with its rows.{_why_not(model, others, stacks)}"
         )
     return FoundExperts(stacked, listed)
 
@@ -94,10 +100,69 @@ def _stacked(model: nn.Module, size: int) -> list[Experts]:
             subject = _subject(model, fqn, scaled, size)
             # A scaled-down model may have fewer experts than there are ranks.
             ranks = math.gcd(size, num_stacked(subject))
-            known[kind] = _proven(fqn, subject, ranks, [*_counting(module, count)])
+            known[kind] = _proven(fqn, subject, ranks, [*counts_of(module, count)])
         like = known[kind]
         found.append(Experts(fqn, count, like.attributes, like.combination))
     return found
+
+
+def _why_not(model: nn.Module, lists: Mapping[str, str], stacks: dict[str, str]) -> str:
+    """Return sentences about what looks like experts, one for modules of one kind."""
+    alike = dict.fromkeys((generalize(fqn), said) for fqn, said in lists.items())
+    names = [generalize(fqn) for fqn in lists]
+    one = {generalize(fqn): fqn for fqn in lists if names.count(generalize(fqn)) == 1}
+    near = {generalize(fqn): said for fqn, said in near_misses(model)} | stacks
+    return "".join(
+        [
+            *(
+                f" The list {one.get(name, name)!r} is not one of experts: {said}."
+                for name, said in alike
+            ),
+            *(f" {name!r} stacks matrices, but {said}." for name, said in near.items()),
+        ]
+    )
+
+
+def _batched(model: nn.Module, size: int) -> tuple[list[Experts], dict[str, str]]:
+    """Return the modules that take as many rows for each expert, and why others do not."""
+    found, others = list[Experts](), dict[str, str]()
+    known = dict[str, tuple[int, tuple[str, ...]] | str]()
+    scaled: list[nn.Module | None] = []
+    for fqn, module in model.named_modules():
+        owner, _, name = fqn.rpartition(".")
+        count = num_batched(module, model.get_submodule(owner)) if name else 0
+        if not count:
+            continue
+        kind = f"{generalize(fqn)} {count} {type(module)}"
+        if kind not in known and count % size:
+            known[kind] = f"expert_parallel.size {size} does not divide its {count} experts"
+        if kind not in known:
+            known[kind] = proven_batched(*_tried_in(model, fqn, scaled, size))
+        like = known[kind]
+        if isinstance(like, str):
+            others[generalize(fqn)] = like
+        else:
+            num_dims, attributes = like
+            found.append(Experts(fqn, count, attributes, "slots", num_dims))
+    return found, others
+
+
+def _tried_in(
+    model: nn.Module, fqn: str, scaled: list[nn.Module | None], size: int
+) -> tuple[nn.Module, str, int]:
+    """Return the module that calls one, or one like it of a scaled-down model if it is large."""
+    parent, _, name = fqn.rpartition(".")
+    owner = model.get_submodule(parent)
+    if sum(p.numel() for p in owner.parameters()) <= MOST_NUMEL:
+        return owner, name, size
+    few = next(n for n in range(2, size + 1) if size % n == 0)
+    if not scaled:
+        scaled.append(scaled_down(model, few))
+    for other, module in scaled[0].named_modules() if scaled[0] is not None else ():
+        alike = generalize(other) == generalize(parent) and type(module) is type(owner)
+        if alike and num_batched(module.get_submodule(name), module) % few == 0:
+            return module, name, few
+    return owner, name, size
 
 
 def _subject(model: nn.Module, fqn: str, scaled: list[nn.Module | None], size: int) -> nn.Module:
@@ -144,8 +209,8 @@ def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Exp
         if _draws(whole, rows):
             raise ValueError(_refusal(fqn, "its forward draws random numbers"))
         why = ""
-        both = [name for name in _counting(whole, count) if name in named]
-        for attributes in _subsets(both):
+        both = [name for name in counts_of(whole, count) if name in named]
+        for attributes in subsets(both):
             try:
                 made = _shared_out(whole, rows, attributes, size)
             except Exception as error:  # these integers were not those, or not all of them
@@ -153,7 +218,7 @@ def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Exp
                 why = why or f"{raised}: {error}"
                 continue
             why = "its results are not the sum of what each expert makes of a row, by weight"
-            if all(map(_close, made, expected)):
+            if all(map(close, made, expected)):
                 return Experts(fqn, count, attributes, _combination(whole, rows, attributes))
     raise ValueError(_refusal(fqn, why))
 
@@ -211,19 +276,6 @@ def _draws(module: nn.Module, given: Made) -> bool:
         module(*given)
     module.eval()
     return generator_state() != before
-
-
-def _counting(module: nn.Module, count: int) -> Iterator[str]:
-    """Yield a module's integers that may count its experts."""
-    for name, value in vars(module).items():
-        if type(value) is int and value == count:
-            yield name
-
-
-def _subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yield sets of names, all of them first."""
-    for length in range(len(names), -1, -1):
-        yield from itertools.combinations(names, length)
 
 
 def _shared_out(module: nn.Module, given: Made, attributes: tuple[str, ...], size: int) -> Made:
@@ -285,8 +337,3 @@ def _combination(module: nn.Module, given: Made, attributes: tuple[str, ...]) ->
             orders,
             key=lambda order: int((combined(made, index, weights, order) == expected).sum()),
         )
-
-
-def _close(made: Tensor, expected: Tensor) -> bool:
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return bool((made - expected).abs().max() <= _RELATIVE * max(scale, 1e-6))

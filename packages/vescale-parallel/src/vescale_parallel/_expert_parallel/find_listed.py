@@ -22,13 +22,13 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
-from .experts import takes_rows
+from .calls_seen import tensors_seen
+from .experts import close, takes_rows
 from .left_behind import what_stays
 from .listed import CallsOf, FirstPass, ListedExperts, PlayedBack, first_pass, second_pass
 
 _MOST_NUMEL = 2**26  # of a module that is run
 _ROWS, _LENGTH, _NUM_SLOTS = 2, 16, 2
-_RELATIVE = 1e-9  # far above rounding in float64, far below any difference in what is computed
 Made = tuple[Tensor, ...]
 
 
@@ -58,22 +58,31 @@ def find_listed(
 
 def _candidates(model: nn.Module, layers: Collection[str] = ()) -> Iterator[ListedExperts]:
     for fqn, container in model.named_modules():
-        if not isinstance(container, nn.ModuleList | nn.ModuleDict) or len(container) < 2:
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict):
             continue
-        names, experts = (*container._modules,), [*container.children()]
-        if len(experts) < len(names) or len({*map(_structure, experts)}) > 1:
-            continue
-        if not _structure(experts[0])[1]:
+        is_called = type(container).forward is not nn.Module.forward
+        names = _alike(container, beside_others=is_called)
+        if len(names) < 2:
             continue
         parent, _, name = fqn.rpartition(".")
-        if type(container).forward is not nn.Module.forward:
-            candidate = ListedExperts(fqn, "", names)
-        else:
-            candidate = ListedExperts(parent, name, names)
-        module = model.get_submodule(candidate.fqn)
+        candidate = (
+            ListedExperts(fqn, "", names) if is_called else ListedExperts(parent, name, names)
+        )
+        module, owner = model.get_submodule(candidate.fqn), model.get_submodule(parent)
         is_given_rows = candidate.fqn_of(0) not in layers and takes_rows(module)
-        if is_given_rows or _has_router(module, container, len(names)):
+        if is_given_rows or _has_router(owner, container, len(names)):
             yield candidate
+
+
+def _alike(container: nn.Module, *, beside_others: bool) -> tuple[str, ...]:
+    """Return the names of a list's modules if all have one structure, with parameters.
+
+    ``beside_others`` that have none: dropout that a list with a forward of its own calls.
+    """
+    held = {name: _structure(child) for name, child in container._modules.items() if child}
+    alike = {name: each for name, each in held.items() if each[1]}
+    is_whole = beside_others or len(alike) == len(container._modules)
+    return (*alike,) if is_whole and len({*alike.values()}) == 1 else ()
 
 
 def _structure(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
@@ -90,6 +99,7 @@ def _proven(
 ) -> ListedExperts | str:
     """Return how a module calls its experts, or why they cannot be shared out."""
     module = model.get_submodule(experts.fqn)
+    owner = _owner(model, experts)
     if _is_tied(model, experts):
         return "an expert and something else share a parameter"
     if _numel(module) > _MOST_NUMEL:
@@ -98,11 +108,11 @@ def _proven(
             return (
                 "it is too large to be tried, and the model has no configuration of a smaller one"
             )
-        module = smaller
+        module, owner = smaller
     with untouched_generators(seed=0), InDouble():
         copied = random_copy(module)
         try:
-            given = _inputs(experts, copied)
+            given = _inputs(experts, copied, owner)
         except Exception as error:  # of any kind: of code that is called with what it is not for
             kind = type(module).__name__
             missing = f" ({error})" if isinstance(error, TypeError) else ""
@@ -124,15 +134,21 @@ def _numel(module: nn.Module) -> int:
 
 def _smaller(
     experts: ListedExperts, model: nn.Module, scaled: list[nn.Module | None]
-) -> nn.Module | None:
+) -> tuple[nn.Module, nn.Module | None] | None:
+    """Return a smaller module like the one that has the list, and what calls it."""
     if not scaled:
         scaled.append(scaled_down(model, 1))
     if scaled[0] is None:
         return None
     for each in _candidates(scaled[0]):
         if generalize(each.fqn) == generalize(experts.fqn) and each.names == experts.names:
-            return scaled[0].get_submodule(each.fqn)
+            return scaled[0].get_submodule(each.fqn), _owner(scaled[0], each)
     return None
+
+
+def _owner(model: nn.Module, experts: ListedExperts) -> nn.Module | None:
+    """Return the module that calls a list which has a forward of its own; None if it has none."""
+    return None if experts.container else model.get_submodule(experts.fqn.rpartition(".")[0])
 
 
 def _is_tied(model: nn.Module, experts: ListedExperts) -> bool:
@@ -159,13 +175,13 @@ def _tried(experts: ListedExperts, module: nn.Module, given: Made) -> ListedExpe
     if why:
         return why
     made = _with_gradients(module, given, lambda *args: _in_two_passes(proven, module, args))
-    if all(map(_close, made, expected)):
+    if all(map(close, made, expected)):
         return proven
     return "its results are not those of its experts, each run on rows of its own"
 
 
-def _inputs(experts: ListedExperts, module: nn.Module) -> Made:
-    """Return what a module can be called with."""
+def _inputs(experts: ListedExperts, module: nn.Module, owner: nn.Module | None) -> Made:
+    """Return what a module can be called with: rows, or what its owner gives it."""
     errors = list[Exception]()
     for hidden in _widths(experts, module):
         rows = torch.randn(_ROWS, _LENGTH, hidden, dtype=torch.float64)
@@ -182,6 +198,11 @@ def _inputs(experts: ListedExperts, module: nn.Module) -> Made:
                 errors.append(error)
             else:
                 return given
+    if owner is not None:
+        name = experts.fqn.rpartition(".")[-1]
+        seen = tensors_seen(owner, name, _widths(experts, module))
+        if seen:
+            return seen
     raise errors[0]
 
 
@@ -278,10 +299,3 @@ def _with_gradients(module: nn.Module, given: Made, run: Callable[..., Any]) -> 
     trained = [each for each in (*given, *module.parameters()) if each.requires_grad]
     grads = torch.autograd.grad(total, trained, allow_unused=True, materialize_grads=True)
     return tuple(result.detach() for result in results) + grads
-
-
-def _close(made: Tensor, expected: Tensor) -> bool:
-    if made.shape != expected.shape:
-        return False
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    return not made.numel() or bool((made - expected).abs().max() <= _RELATIVE * max(scale, 1e-6))

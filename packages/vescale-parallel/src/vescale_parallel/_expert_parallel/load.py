@@ -56,6 +56,8 @@ class Load:
     def take(self) -> dict[str, Tensor]:
         """Return the sum over ranks of what was counted since the last call."""
         taken = [each.take() for each in self._counted.values()]
+        if not taken:
+            return {}
         together = torch.cat(taken)
         for group in self._groups:
             if group is not None:
