@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,39 @@ def test_parts_of_a_checkpoint_can_be_left_out(tmp_path: Path) -> None:
     assert torch.equal(target["model"]["w"], torch.ones(2))
     with pytest.raises(MismatchError, match="missing in the checkpoint: scheduler"):
         vescale_ckpt.load(tmp_path / "ckpt", {"scheduler": None})
+
+
+def test_backward_of_what_was_computed_before_a_load_is_refused(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    vescale_ckpt.save(tmp_path / "ckpt", {"weight": torch.full((3,), 5.0)})
+    loss = (weight * weight).sum()
+    vescale_ckpt.load(tmp_path / "ckpt", {"weight": weight})
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_lazy_module_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'model\.\w+' of a lazy module has no shape yet"):
+        vescale_ckpt.save(tmp_path / "ckpt", {"model": torch.nn.LazyLinear(3)})
+    vescale_ckpt.save(tmp_path / "ckpt", {"model": torch.nn.Linear(2, 3)})
+    with pytest.raises(MismatchError, match=r"'model\.weight' of a lazy module has no shape yet"):
+        vescale_ckpt.load(tmp_path / "ckpt", {"model": torch.nn.LazyLinear(3)})
+
+
+class _Wrapped(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "prefix"), [(torch.compile, "_orig_mod"), (lambda _: _Wrapped(), "module")]
+)
+def test_names_that_differ_by_a_wrapper_are_said_to(
+    tmp_path: Path, wrap: Callable[[torch.nn.Module], Any], prefix: str
+) -> None:
+    pair = torch.nn.Linear(2, 2), wrap(torch.nn.Linear(2, 2))
+    for saved, given in (pair, pair[::-1]):
+        vescale_ckpt.save(tmp_path / "ckpt", {"model": saved})
+        with pytest.raises(MismatchError, match=rf"only '{prefix}\.'.*differs.*model\.{prefix}"):
+            vescale_ckpt.load(tmp_path / "ckpt", {"model": given})

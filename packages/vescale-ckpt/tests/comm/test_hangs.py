@@ -85,8 +85,7 @@ CASES = [
 
 def message_when_rank_1_stops(path: str, number: int) -> str:
     action, collective, call = CASES[number]
-    # Another timeout is another group: the connections are good for nothing afterwards.
-    timeout = timedelta(seconds=2, microseconds=number)
+    timeout = timedelta(seconds=2)
     original = getattr(dist, collective)
     calls = [0]
 
@@ -244,3 +243,38 @@ def _collectives_lend() -> None:
 
 def test_what_collectives_use_is_known_until_they_let_go_of_it(world2: World) -> None:
     world2.run(_collectives_lend)
+
+
+class Interrupted:
+    """Something whose state rank 1 does not get to hand out in time, or at all."""
+
+    def __init__(self, interruption: type[BaseException] | None, come: threading.Event) -> None:
+        self.interruption, self.come = interruption, come
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1 and self.interruption is not None:
+            raise self.interruption
+        if dist.get_rank() == 1:
+            self.come.wait(2)  # longer than the others wait
+        return {"x": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+def save_once_more(path: str, interruption: type[BaseException] | None) -> tuple[str, int]:
+    timeout = timedelta(seconds=1 if interruption is None else 20)
+    state = {"object": Interrupted(interruption, threading.Event())}
+    with pytest.raises((CheckpointError, interruption or CheckpointError)) as raised:
+        vescale_ckpt.save(path, state, timeout=timeout)
+    dist.barrier()
+    vescale_ckpt.save(path, {"x": 2}, timeout=timeout)
+    return type(raised.value).__name__, vescale_ckpt.load(path, {"x": 0}, timeout=timeout)["x"]
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit, None])
+def test_ranks_save_again_after_one_was_interrupted_or_late(
+    world2: World, tmp_path: Path, interruption: type[BaseException] | None
+) -> None:
+    answers = world2.run(save_once_more, str(tmp_path / "ckpt"), interruption)
+    name = "CheckpointError" if interruption is None else interruption.__name__
+    assert answers == [("CheckpointError", 2), (name, 2)]

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import vescale_ckpt
-from vescale_ckpt import AsyncSaver, CheckpointError, PerRank
+from vescale_ckpt import AsyncSaver, CheckpointError, MismatchError, PerRank
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 
@@ -230,4 +230,39 @@ def test_a_wrong_argument_on_one_rank_is_told_to_all(
         assert "expected state to be a dict" in message
         assert "got Linear" in message
         assert "on rank 1" in message
+        assert seconds < PROMPTLY_SECONDS
+
+
+def options_that_differ(number: int, path: str) -> tuple[str, float]:
+    own = dist.get_rank() == 1
+    calls: list[Callable[[], object]] = [
+        lambda: vescale_ckpt.save(path, state(2), keep_last=1 if own else None, timeout=TIMEOUT),
+        lambda: vescale_ckpt.save(
+            path, state(2), layout="per_rank" if own else None, timeout=TIMEOUT
+        ),
+        lambda: vescale_ckpt.load(path, state(0), exchange=own, timeout=TIMEOUT),
+        lambda: vescale_ckpt.load(path, state(0), verify_first=own, timeout=TIMEOUT),
+    ]
+    start = time.monotonic()
+    with pytest.raises(MismatchError) as raised:
+        calls[number]()
+    return str(raised.value), time.monotonic() - start
+
+
+OPTIONS = {
+    "keep_last": "None on rank 0; 1 on rank 1",
+    "layout": "'shared' on rank 0; 'per_rank' on rank 1",
+    "exchange": "False on rank 0; True on rank 1",
+    "verify_first": "False on rank 0; True on rank 1",
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_option_that_differs_between_ranks_is_told_to_all(
+    world2: World, tmp_path: Path, name: str
+) -> None:
+    path = str(tmp_path / "step-1")
+    world2.run(save, path)
+    for message, seconds in world2.run(options_that_differ, [*OPTIONS].index(name), path):
+        assert f"expected the same {name} on every rank, got {name}={OPTIONS[name]}" in message
         assert seconds < PROMPTLY_SECONDS

@@ -93,3 +93,27 @@ def test_a_module_with_a_view_of_its_parameter_comes_back(tmp_path: Path) -> Non
         MismatchError, match=r"'model.a.weight' shares its memory .* with 'model.b'"
     ):
         vescale_ckpt.load(tmp_path / "odd", {"model": other})
+
+
+def test_a_tensor_and_its_conjugate_in_one_memory_come_back(tmp_path: Path) -> None:
+    x = torch.randn(3, dtype=torch.complex64)
+    state = {"x": x, "conjugate": x.conj(), "imag": x.imag, "negative": x.conj().imag}
+    vescale_ckpt.save(tmp_path / "step-1", state)
+    with vescale_ckpt.AsyncSaver() as saver:
+        saver.save(tmp_path / "step-2", state)
+    for name in ("step-1", "step-2"):
+        loaded = {key: torch.zeros_like(tensor).resolve_neg() for key, tensor in state.items()}
+        vescale_ckpt.load(tmp_path / name, loaded)
+        assert all(torch.equal(loaded[key], tensor) for key, tensor in state.items())
+
+
+def test_a_tensor_is_not_read_into_its_own_conjugate(tmp_path: Path) -> None:
+    x = torch.randn(3, dtype=torch.complex64)
+    vescale_ckpt.save(tmp_path / "tied", {"a": x, "b": x})
+    vescale_ckpt.save(tmp_path / "conjugate", {"a": x, "b": x.conj()})
+    given = torch.zeros(3, dtype=torch.complex64)
+    state = {"a": given, "b": given.conj()}
+    with pytest.raises(MismatchError, match=r"'a' shares its memory.*with 'b'"):
+        vescale_ckpt.load(tmp_path / "tied", state)
+    vescale_ckpt.load(tmp_path / "conjugate", state)
+    assert torch.equal(given, x)

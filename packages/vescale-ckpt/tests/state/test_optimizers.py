@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 import vescale_ckpt
-from vescale_ckpt import MismatchError
+from vescale_ckpt import CheckpointError, MismatchError
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -123,3 +123,22 @@ def test_state_of_a_parameter_of_another_shape_does_not_fit(tmp_path: Path, name
     fresh = OPTIMIZERS[name](parameters()[::-1])
     with pytest.raises(MismatchError, match=r"o\.state\.2\..*of shape \(\),.*\(3, 2\)"):
         vescale_ckpt.load(tmp_path / "ckpt", {"o": fresh})
+
+
+@pytest.mark.parametrize(
+    ("saved", "given", "complaint"),
+    [
+        ("adam", "momentum", r"o\.param_groups\.0 lacks 'dampening', 'momentum'.* than SGD"),
+        ("sgd", "rmsprop", r"o\.param_groups\.0 lacks 'alpha', .* than RMSprop"),
+        ("momentum", "adam", r"o: Adam\.load_state_dict\(\) failed .*KeyError: 'step'"),
+    ],
+)
+def test_the_state_of_another_optimizer_is_refused(
+    tmp_path: Path, saved: str, given: str, complaint: str
+) -> None:
+    params = parameters()
+    optimizer = OPTIMIZERS[saved](params)
+    step(params, optimizer)
+    vescale_ckpt.save(tmp_path / "ckpt", {"o": optimizer})
+    with pytest.raises(CheckpointError, match=complaint):
+        vescale_ckpt.load(tmp_path / "ckpt", {"o": OPTIMIZERS[given](parameters())})

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import vescale_ckpt
 from vescale_ckpt import CheckpointError
 from vescale_ckpt._store import atomic_directory
+from vescale_testing import World
 
 
 def test_a_pipe_beside_the_tensors_is_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -191,3 +193,36 @@ def test_a_directory_that_another_saver_takes_for_a_leftover_is_made_again(
     assert len(held) == 1
     staging.close()
     os.close(held[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "loader"),
+    [("m.safetensors", "load_safetensors"), ("m.pt", "torch.load"), ("m.bin", "torch.load")],
+)
+def test_a_file_of_another_format_is_refused_with_what_loads_it(
+    tmp_path: Path, name: str, loader: str
+) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=rf"expected a directory, got a file.*{loader}"):
+        vescale_ckpt.load(tmp_path / name, {"w": torch.zeros(2)})
+
+
+def save_from_another_directory(tmp_path: Path, layout: Any) -> str:
+    (tmp_path / str(dist.get_rank())).mkdir()
+    here = Path.cwd()
+    os.chdir(tmp_path / str(dist.get_rank()))
+    try:
+        with pytest.raises(CheckpointError) as raised:
+            vescale_ckpt.save("step-1", {"w": torch.ones(2)}, layout=layout)
+    finally:
+        os.chdir(here)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("layout", ["shared", "per_rank"])
+def test_a_place_that_ranks_do_not_share_is_named(
+    world2: World, tmp_path: Path, layout: str
+) -> None:
+    for message in world2.run(save_from_another_directory, tmp_path, layout):
+        assert "made by rank 0, is not visible here; save to a path on a file" in message
+    assert [*tmp_path.glob("*/*"), *tmp_path.glob("*/.*")] == []

@@ -9,6 +9,8 @@ see AllOrNone. But one that fails where the others go on to a collective cannot 
 writes its error to the store of the process group and closes its connections. The others, whose
 collective fails at once because of that, look there, raise the same error, and close theirs. The
 next save or load makes a new group; since all of it ends with a collective, every rank has heard.
+Ranks that lose contact, because one was interrupted or did not come in time, close theirs as well:
+once all are back, the next save or load works again.
 """
 
 from __future__ import annotations
@@ -160,7 +162,9 @@ class ControlGroup:
         except RuntimeError as error:
             told = self.arrivals.told(_patience(self.timeout))
             if told is None:
-                raise _lost_contact(self, name, error) from error
+                lost = _lost_contact(self, name, error)
+                self._close()
+                raise lost from error
             self.arrivals.has_given_up = True
             raise self._closed(*json.loads(told)) from error
 
@@ -218,11 +222,17 @@ class ControlGroup:
             told = json.dumps([self.rank, kind, text])
             self.arrivals.tell(told, _patience(self.timeout))
             raise self._closed(self.rank, kind, text) from error
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        if self.group is not None:
+            self.group.close()
 
     def _closed(self, rank: int, kind: str, text: str) -> CheckpointError:
         """Close the connections and return the error of a rank."""
-        assert self.group is not None
-        self.group.close()
+        self._close()
         return self.common(_combined({rank: (kind, text)}, self))
 
 

@@ -37,6 +37,7 @@ from vescale_ckpt._format.state_tree import Json, reference_to
 from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._io.sequential_writer import Progress, no_progress
 from vescale_ckpt._io.tensor_bytes import flat_bytes
+from vescale_ckpt._load.hand_over import hand_over
 from vescale_ckpt._load.match import match
 from vescale_ckpt._state.arguments import checked
 from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of, renamed
@@ -94,8 +95,7 @@ def load_dcp(
         with AllOrNone(ranks):
             source.fill(matched.targets)
         with AllOrNone(ranks):
-            for given, filled in matched.stateful:
-                given.load_state_dict(filled)
+            hand_over(matched.stateful)
     return matched.result
 
 

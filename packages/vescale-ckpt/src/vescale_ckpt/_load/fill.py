@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+from torch.autograd.graph import increment_version
 
 from vescale_ckpt._comm.control_group import ControlGroup
 from vescale_ckpt._comm.hosts import processors_each
@@ -38,6 +39,9 @@ def fill(
         CorruptCheckpointError: If a block that this rank has read is damaged. The other ranks
             have to be told; what the read items hold then is undefined.
     """
+    # Autograd does not see bytes that are read into memory: a backward pass of what was computed
+    # before has to fail rather than use them.
+    increment_version([item.target for item in items])
     whole = [item for item in items if not item.is_unaligned]
     unaligned = [item for item in items if item.is_unaligned]
     block_index = BlockIndex(reader.manifest)

@@ -17,6 +17,7 @@ from vescale_ckpt._comm.control_group import (
     current_control_group,
 )
 from vescale_ckpt._comm.hosts import this_host
+from vescale_ckpt._comm.options import check_same_options
 from vescale_ckpt._state.arguments import check_arguments, checked
 from vescale_ckpt._state.key_filter import KeyFilter, key_filter_of
 from vescale_ckpt._store.open import open_checkpoint
@@ -25,6 +26,7 @@ from vescale_ckpt.exceptions import CheckpointError
 from vescale_dtensor import package_logger
 
 from .fill import check, fill
+from .hand_over import hand_over
 from .match import EVERYTHING, match
 from .read_items import read_items_of
 from .shared_memory import apart, settle
@@ -102,7 +104,8 @@ def load(
     ranks = current_control_group(timeout)
     ranks.meet()
     with ranks.together():
-        reader, hosts, key_filter = _open_same(path, ranks, chosen)
+        options = {"exchange": exchange, "verify_first": verify_first}
+        reader, hosts, key_filter = _open_same(path, ranks, chosen, options)
     with ranks.together(), reader, torch.no_grad():
         with AllOrNone(ranks):
             try:
@@ -127,15 +130,17 @@ def load(
             fill(reader, items, ranks, hosts, exchange=exchange)
         with AllOrNone(ranks):
             settle(own_copies)
-            for given, filled in matched.stateful:
-                given.load_state_dict(filled)
+            hand_over(matched.stateful)
         _log.info("loaded %s in %.2f s", reader.path, time.perf_counter() - begin)
         _log.debug("read %d boxes of tensors", len(items))
         return matched.result
 
 
 def _open_same(
-    path: str | os.PathLike[str], ranks: ControlGroup, chosen: Callable[[], KeyFilter]
+    path: str | os.PathLike[str],
+    ranks: ControlGroup,
+    chosen: Callable[[], KeyFilter],
+    options: Mapping[str, bool | None],
 ) -> tuple[CheckpointReader, list[str], KeyFilter]:
     """Open the checkpoint on every rank, the same one even if a save is replacing it.
 
@@ -150,7 +155,7 @@ def _open_same(
                 key_filter = checked(chosen)
                 try:
                     reader = open_checkpoint(path)
-                    step.message = reader.digest, this_host()
+                    step.message = reader.digest, this_host(), options
                 except (CheckpointError, OSError):
                     # Perhaps the directory was replaced under our hands: look once more.
                     if attempt > 1:
@@ -159,7 +164,8 @@ def _open_same(
             _close(reader)
             raise
         if reader is not None and None not in step.messages:
-            digests, hosts = zip(*step.messages, strict=True)
+            digests, hosts, given = zip(*step.messages, strict=True)
+            check_same_options(given, ranks)
             if len(set(digests)) == 1:
                 return reader, list(hosts), key_filter
         _close(reader)

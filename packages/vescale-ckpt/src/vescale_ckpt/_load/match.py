@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
@@ -38,6 +38,8 @@ _MAX_LISTED = 20
 _ADVICE = (
     "pass strict=False to load the keys that both have, or name those to load with only=[...]"
 )
+# What wrappers of a module add to the names of its state.
+_WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel"}
 EVERYTHING = KeyFilter()
 
 
@@ -48,7 +50,7 @@ class Matched:
     Attributes:
         result: What to return: the given tensors and objects, and the stored Python values.
         targets: Pairs of this rank's shard of a tensor and the stored tensor's key.
-        stateful: Objects and the states to give them once the tensors are filled.
+        stateful: Keys, objects, and the states to give them once the tensors are filled.
         missing: Keys of the given state that the checkpoint lacks.
         unexpected: Keys of the checkpoint that the given state lacks.
         unfit: Sentences about keys that both have, but in different shapes or kinds.
@@ -58,7 +60,9 @@ class Matched:
 
     result: dict[str, Any] = field(default_factory=dict[str, Any])
     targets: list[tuple[LocalShard, str]] = field(default_factory=list[tuple[LocalShard, str]])
-    stateful: list[tuple[Stateful, Any]] = field(default_factory=list[tuple[Stateful, Any]])
+    stateful: list[tuple[str, Stateful, Any]] = field(
+        default_factory=list[tuple[str, Stateful, Any]]
+    )
     missing: list[str] = field(default_factory=list[str])
     unexpected: list[str] = field(default_factory=list[str])
     unfit: list[str] = field(default_factory=list[str])
@@ -73,8 +77,21 @@ class Matched:
             complaints += [f"unexpected in the checkpoint: {key}" for key in self.unexpected]
             complaints += [f"{text} in the checkpoint" for text in self.idle]
         if complaints:
-            lines = _shortened(complaints)
+            lines = [*_shortened(complaints), *self._wrappers()]
             raise MismatchError("\n".join([*lines, _ADVICE] if strict else lines))
+
+    def _wrappers(self) -> Iterator[str]:
+        """Yield what to do if names differ only by what a wrapper of the module adds."""
+        for prefix, wrapper in _WRAPPERS.items():
+            missing, unexpected = (
+                {key.replace(prefix, "") for key in keys}
+                for keys in (self.missing, self.unexpected)
+            )
+            if missing and missing == unexpected and set(self.missing) != set(self.unexpected):
+                yield (
+                    f"only {prefix!r}, which {wrapper} adds to names, differs: save and load the "
+                    f"module within, model.{prefix[:-1]}"
+                )
 
     def report(self, *, strict: bool) -> None:
         """Warn of what stays as it is, and of what only one side has if that is no error."""
@@ -152,7 +169,7 @@ class _Walk:
             if not self.holds_wanted(node, path):
                 return given
             filled = self.node(self.template(given, node, path), node, path)
-            self.matched.stateful.append((given, filled))
+            self.matched.stateful.append((path, given, filled))
             return given
         wanted = self.key_filter.wants(path)
         if self.is_value(given, node, path):

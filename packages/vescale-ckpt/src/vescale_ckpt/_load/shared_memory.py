@@ -15,6 +15,7 @@ from functools import reduce
 
 import torch
 
+from vescale_ckpt._state.local_shards import view_of
 from vescale_ckpt.exceptions import CheckpointError, MismatchError
 
 from .read_items import ReadItem
@@ -123,7 +124,7 @@ def _end(tensor: torch.Tensor) -> int:
 
 
 def _refuse_same_tensor(a: ReadItem, b: ReadItem) -> None:
-    if _view(a.target) == _view(b.target) and a.stored != b.stored:
+    if view_of(a.target) == view_of(b.target) and a.stored != b.stored:
         first, second = sorted([a.key, b.key])
         raise CheckpointError(
             f"{first!r} and {second!r} share their memory in the given state, but are "
@@ -131,13 +132,9 @@ def _refuse_same_tensor(a: ReadItem, b: ReadItem) -> None:
         )
 
 
-def _view(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
 def _is_same(a: ReadItem, b: ReadItem) -> bool:
     """Return whether two read items put the same bytes into the same elements."""
-    return _view(a.target) == _view(b.target) and (a.stored, a.ranges) == (b.stored, b.ranges)
+    return view_of(a.target) == view_of(b.target) and (a.stored, a.ranges) == (b.stored, b.ranges)
 
 
 def _loops(tensor: torch.Tensor) -> list[tuple[int, int]]:

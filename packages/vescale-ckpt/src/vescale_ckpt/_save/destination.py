@@ -27,6 +27,12 @@ class Destination:
     has_rank_files: bool
     keep_last: int | None
 
+    @property
+    def options(self) -> dict[str, str | int | None]:
+        """What all ranks have to be told alike."""
+        layout: FileLayout = "per_rank" if self.has_rank_files else "shared"
+        return {"layout": layout, "keep_last": self.keep_last}
+
 
 def destination_of(
     path: str | os.PathLike[str], *, layout: FileLayout | None, keep_last: int | None

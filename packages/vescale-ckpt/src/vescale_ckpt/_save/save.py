@@ -22,6 +22,7 @@ from vescale_ckpt._comm.control_group import (
     ControlGroup,
     current_control_group,
 )
+from vescale_ckpt._comm.options import check_same_options
 from vescale_ckpt._format.crc32 import PartialBlockCrcs, checksums_by_file
 from vescale_ckpt._format.file_layout import FilePlan, plan_files
 from vescale_ckpt._format.manifest import Manifest, StoredFile
@@ -165,9 +166,10 @@ def _write_checkpoint(
         # Files of ranks hold whole tensors, not shares of them.
         all_bytes = destination.has_rank_files
         prints = fingerprint(taken.encoded, taken.shards, ties, ranks, all_bytes=all_bytes)
-        step.message = [uuid.uuid4().hex, prints]
+        step.message = [uuid.uuid4().hex, prints, destination.options]
+    check_same_options([options for _, _, options in step.messages], ranks)
     token: str = step.messages[0][0]
-    by_rank = [Fingerprint(*prints) for _, prints in step.messages]
+    by_rank = [Fingerprint(*prints) for _, prints, _ in step.messages]
     save_plan = plan_save(taken.encoded, taken.shards, ties, by_rank, ranks)
     collect(taken.encoded.per_rank, taken.encoded.per_rank_tensors, taken.shards, ranks)
     storage, staged = destination.storage, None

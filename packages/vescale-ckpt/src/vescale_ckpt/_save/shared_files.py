@@ -19,8 +19,7 @@ from vescale_ckpt._io.buffer_pool import Scratch
 from vescale_ckpt._io.file_writer import Buffers, FileWriter
 from vescale_ckpt._io.tensor_bytes import packed_chunks
 from vescale_ckpt._state.local_shards import LocalShard, located
-from vescale_ckpt._store.atomic_directory import is_there
-from vescale_ckpt.exceptions import CheckpointError
+from vescale_ckpt._store.atomic_directory import check_visible
 
 from .replica_check import ReplicaCheck
 from .two_phase_write import MIN_RANGE_NBYTES, page_shares, write_in_two_phases
@@ -147,7 +146,7 @@ def _write_exchanged(
     ranks: ControlGroup,
 ) -> None:
     """Write in two phases; see [Note: two-phase write]."""
-    _check_visible(directory)
+    check_visible(directory)
     scratch = Scratch()
     by_file: dict[str, list[str]] = {}
     for key in sorted(assignment.exchanged, key=lambda key: plan.tensors[key].offset):
@@ -157,14 +156,6 @@ def _write_exchanged(
         with FileWriter(directory / name, sums[name], buffers) as writer:
             write_in_two_phases(writer, tensors, ranks, scratch)
             writer.finish()
-
-
-def _check_visible(directory: Path) -> None:
-    if not is_there(directory):
-        raise CheckpointError(
-            f"{directory}, made by rank 0, is not visible here; save to a path on a file system "
-            f"that all ranks share"
-        )
 
 
 def keys_by_file(plan: FilePlan, assignment: WriteAssignment) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn.parameter import is_lazy
 
 import vescale_dtensor
 from vescale_ckpt._format.byte_ranges import ByteRanges, byte_ranges_of
@@ -86,8 +87,14 @@ class LocalShard(NamedTuple):
         local = self.local
         if not local.numel():
             return None
-        view = (local.data_ptr(), local.device, local.dtype, local.shape, local.stride())
-        return (*view, self.shape, self.layout.text)
+        return (*view_of(local), self.shape, self.layout.text)
+
+
+def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what is equal for tensors that are the same memory seen the same way."""
+    place = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+    # Conjugation and negation are lazy: one memory holds a tensor and its conjugate.
+    return (*place, tensor.is_conj(), tensor.is_neg())
 
 
 def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
@@ -98,6 +105,10 @@ def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
     Raises:
         CheckpointError: With ``key`` and what to do.
     """
+    if is_lazy(tensor):
+        raise CheckpointError(
+            f"tensor {key!r} of a lazy module has no shape yet; call the module once first"
+        )
     if not isinstance(tensor, _DISTRIBUTED):
         local = tensor.detach() if tensor.requires_grad else tensor
         dtype = _checked_dtype(key, local)

@@ -110,6 +110,19 @@ def staging_directory(path: Path, token: str) -> Path:
     return path.parent / f".{path.name}.{token}.saving"
 
 
+def check_visible(directory: Path) -> None:
+    """Refuse a place where this rank does not see what rank 0 has made.
+
+    Raises:
+        CheckpointError: With the place, and what to do.
+    """
+    if not is_there(directory):
+        raise CheckpointError(
+            f"{directory}, made by rank 0, is not visible here; save to a path on a file system "
+            f"that all ranks share"
+        )
+
+
 def check_replaceable(path: Path) -> None:
     """Refuse to replace anything but a checkpoint or an empty directory."""
     if not os.path.lexists(path):

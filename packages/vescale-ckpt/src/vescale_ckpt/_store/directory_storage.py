@@ -17,6 +17,7 @@ from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
 from .atomic_directory import (
     StagedDirectory,
     check_replaceable,
+    check_visible,
     interrupted,
     is_there,
     place_of,
@@ -29,6 +30,12 @@ from .reader import CheckpointReader
 from .storage import T
 from .verify import wrong_headers
 
+_TORCH_LOADER = "A file of torch.save: torch.load, and load_state_dict() of the model"
+# What to call with a file that is no checkpoint of this format, by the end of its name.
+_FILE_LOADERS = {
+    ".safetensors": "A file of safetensors: vescale_ckpt.load_safetensors, import_safetensors",
+    **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), _TORCH_LOADER),
+}
 _HIDDEN = re.compile(r"\.(.+)\.[0-9a-f]+\.(saving|replaced|removed)")
 
 
@@ -63,7 +70,8 @@ class DirectoryStorage:
             )
         if not where.is_dir():
             raise CheckpointError(
-                f"there is no checkpoint at {self.where}: expected a directory, got a file"
+                f"there is no checkpoint at {self.where}: expected a directory, got a file. "
+                f"{_FILE_LOADERS.get(where.suffix, '')}".rstrip()
             )
         if not is_there(where / MANIFEST_NAME):
             raise CorruptCheckpointError(
@@ -99,7 +107,9 @@ class DirectoryStorage:
         return StagedDirectory(self.where, token)
 
     def write(self, token: str, action: Callable[[Create], T]) -> T:
-        return action(created_in(self.staging_directory(token)))
+        directory = self.staging_directory(token)
+        check_visible(directory)
+        return action(created_in(directory))
 
     def discard(self, name: str) -> None:
         """Do nothing: the directory goes as a whole."""
