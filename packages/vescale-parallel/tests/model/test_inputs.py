@@ -53,6 +53,9 @@ class OfConfig(nn.Module):
         self.main_input_name = main_input_name
         self.config = SimpleNamespace(**config)
 
+    def get_input_embeddings(self) -> nn.Module:
+        raise NotImplementedError
+
 
 def test_configurations_that_do_not_say_all_of_an_input_give_no_example() -> None:
     shown = example_of(OfConfig("pixel_values", image_size=8, num_channels=3))
@@ -61,5 +64,9 @@ def test_configurations_that_do_not_say_all_of_an_input_give_no_example() -> Non
     assert example_of(OfConfig("pixel_values", num_channels=3)) is None  # ResNet
     assert example_of(OfConfig("pixel_values", image_size=None, num_channels=3)) is None
     assert example_of(OfConfig("pixel_values", image_size=8)) is None
+    assert example_of(OfConfig("input_ids")) is None  # a vision tower, as it comes
+    spoken = example_of(OfConfig("input_ids", vocab_size=5))
+    assert spoken is not None
+    assert int(spoken["input_ids"].max()) == 4
     encoder = OfConfig("input_features", max_source_positions=8, num_mel_bins=4)
     assert example_of(encoder) is None  # of Whisper, alone

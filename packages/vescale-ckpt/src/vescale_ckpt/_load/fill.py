@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
+import torch
 from torch.autograd.graph import increment_version
 
 from vescale_ckpt._comm.control_group import ControlGroup
@@ -41,7 +42,7 @@ def fill(
     """
     # Autograd does not see bytes that are read into memory: a backward pass of what was computed
     # before has to fail rather than use them.
-    increment_version([item.target for item in items])
+    increment_version([x.target for x in items if not torch.is_inference(x.target)])
     whole = [item for item in items if not item.is_unaligned]
     unaligned = [item for item in items if item.is_unaligned]
     block_index = BlockIndex(reader.manifest)

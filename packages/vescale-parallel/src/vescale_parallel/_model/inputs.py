@@ -190,7 +190,10 @@ def example_of(model: nn.Module) -> dict[str, Tensor] | None:
     if config is None or not isinstance(main, str):
         return None
     if main == "input_ids":
-        ids_BS = torch.arange(_ROWS * _LENGTH).view(_ROWS, _LENGTH) % _vocabulary(model)
+        vocabulary = _vocabulary(model)
+        if vocabulary is None:
+            return None
+        ids_BS = torch.arange(_ROWS * _LENGTH).view(_ROWS, _LENGTH) % vocabulary
         both = getattr(config, "is_encoder_decoder", False)
         return {main: ids_BS, "decoder_input_ids": ids_BS} if both else {main: ids_BS}
     if main == "input_features" and _says(config, *_OF_SPECTRA):
@@ -214,6 +217,13 @@ def _says(config: Any, *names: str) -> bool:
     return all(getattr(config, name, None) is not None for name in names)
 
 
-def _vocabulary(model: nn.Module) -> int:
-    embed = cast("Any", model).get_input_embeddings()
-    return math.prod(embed.weight.shape[:1]) if embed is not None else 2
+def _vocabulary(model: nn.Module) -> int | None:
+    """Return how many ids there are; None where a model of something else takes none."""
+    try:
+        embed = cast("Any", model).get_input_embeddings()
+    except NotImplementedError:
+        return getattr(cast("Any", model).config, "vocab_size", None)
+    weight = getattr(embed, "weight", None)
+    if embed is not None and weight is None:
+        return None
+    return 2 if weight is None else math.prod(weight.shape[:1])
