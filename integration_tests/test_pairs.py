@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 
 from vescale_testing import World
 
 from . import habits_of_pairs as pairs
 from .plans import DP, TP, ZERO, Constraints
-from .programs import Program, Run, both, right
+from .programs import Program, both, right
 from .test_bad_input import check
 from .test_habits import PLANS
 
@@ -76,21 +74,3 @@ def test_an_optimizer_has_parameters_of_one_model(world2: World, plan: str) -> N
 @pytest.mark.parametrize("plan", ["tp", "pp"])
 def test_a_plain_head_reads_whole_outputs(world2: World, plan: str) -> None:
     right(world2, pairs.head_beside, PLANS[plan])
-
-
-def _warnings(program: Program, constraints: Constraints) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        program(Run(constraints))
-    return [str(each.message) for each in caught if "each rank steps by" in str(each.message)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp", "zero3"])
-def test_a_plain_head_on_some_of_the_rows_is_warned_of(world2: World, plan: str) -> None:
-    """Each rank trains its own; what is refused is what parallelize sees."""
-    for told in world2.run(_warnings, pairs.head_beside, PLANS[plan]):
-        assert len(told) == 1
-        assert "AdamW steps 2 parameters, the first of shape (8, 8)" in told[0]
-    for program in (pairs.clipped_together, pairs.plain_teacher):
-        assert world2.run(_warnings, program, PLANS[plan]) == [[], []]

@@ -21,7 +21,6 @@ from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from .flat_shards import Cut, FlatPlace, Placed, groups_of, place_in_buffers
 from .host_memory import empty_on_host
 from .memory_layout import Stride, dense_stride, stride_of_part
-from .parameters_beside import watch_parameters_beside
 from .replaced import mark_replaced
 from .sharded_parameter import ShardedParameter, all_on, placements_of
 
@@ -106,8 +105,6 @@ def shard_parameters(
         param.show_sharded()
         params.append(param)
     mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
-    if plan.data_parallel.size > 1:
-        watch_parameters_beside()
     return params
 
 
