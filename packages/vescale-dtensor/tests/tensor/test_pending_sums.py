@@ -113,7 +113,10 @@ def test_it_is_reduced_once(first: str, second: str) -> None:
         same(READS[first](x), READS[first](a @ b))
         with CommCounter() as sent:
             again = READS[second](x)
-        assert sent.num_collectives == 0 or first == "a view of a view" or "list" in first + second
+        # A list is joined as terms, which is a sum of its own; and the sum of some rows is not
+        # that of all.
+        if first != "a view of a view" and "in a list" not in (first, second):
+            assert sent.num_collectives == 0
         same(again, READS[second](a @ b))
         assert x.placements == (Partial(),)
         same(x, a @ b)
