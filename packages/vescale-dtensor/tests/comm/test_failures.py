@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_dtensor import PeerError, all_reduce, announced_failures, named_failures
+from vescale_dtensor._comm.positions import Collective
 from vescale_dtensor._torch_private import default_store
 from vescale_testing import RankError, World
 
@@ -177,6 +180,45 @@ def test_what_ends_a_program_is_noted_on_the_error_of_a_rank_in_a_collective_of_
     finally:
         waiting.kill()
     assert 'rank 1 raised KeyError: "a line of the program\'s own"' in output, output
+
+
+def _lose_the_connection(other: str) -> str:
+    """Return what rank 1 is told, whose connection rank 0 closes a second before it says why."""
+    for _ in range(2):  # after the first, ranks take back what they told in tests before this
+        all_reduce(torch.ones(3), _group())
+    everybody = SimpleNamespace(group=None)
+    try:
+        if dist.get_rank() == 1:
+            with named_failures(of=Collective("all_reduce", everybody, lambda _: "dp")):
+                raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+        time.sleep(1)
+        if other == "raises":
+            with announced_failures():
+                raise KeyError("lost the data")
+        if other == "waits":
+            with named_failures(of=Collective("broadcast", everybody, lambda _: "tp")):
+                raise RuntimeError("Connection closed by peer [127.0.0.1]:2")
+    except (RuntimeError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ("raises", "rank 0 raised KeyError"),
+        ("waits", "in broadcast over tp of ranks 0, 1"),
+        ("is killed", "a rank's process ended without a word"),
+    ],
+)
+def test_a_rank_whose_connection_closes_hears_who_closed_it_before_it_raises(
+    world2: World, other: str, told: str
+) -> None:
+    report = world2.run(_lose_the_connection, other)[1]
+    assert report.startswith("PeerError"), report
+    assert told in report, report
+    assert ("Ranks came to different places" in report) == (other == "waits"), report
 
 
 def test_an_error_without_a_job_stays_what_it_is() -> None:

@@ -19,9 +19,10 @@ A rank that ends without an error, for its loop had fewer steps, says so as well
 waits for it names it.
 
 [Note: where ranks wait]
-When a collective breaks a rank writes where it waited to the store, and one whose time ran out
-first reads there, for some seconds, what the others of the collective say. A rank that says
-nothing waits in no collective: it computes, waits for something else, or is gone.
+When a collective breaks a rank writes where it waited to the store, and one whose time ran out,
+or whose connection was closed, first reads there, for some seconds, what the others of the
+collective say. A rank that says nothing waits in no collective: it computes, waits for something
+else, or is gone.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ _TIMED_OUT = ("timed out", "timeout")
 
 _MARK = "_announced_as"  # on an exception
 
-# What this rank announced and did not take back: the world it belongs to, number.
-_standing: list[tuple[object, int]] = []
+# What this rank wrote to the store and did not take back: the world it belongs to, key.
+_standing: list[tuple[object, str]] = []
 # The newest failure that this rank has named: the world, number, text.
 _named: tuple[object, int, str] = (None, 0, "")
 
@@ -117,11 +118,11 @@ def announce(error: BaseException, waited: str = "") -> None:
     with _patient_store() as store:
         number = store.add(_COUNT, 1)
         store.set(_key(number), text)
+        vars(error)[_MARK] = _key(number)
+        _standing.append((dist.group.WORLD, _key(number)))
         if not waited:
-            happened = f"{number} raised {type(error).__name__}" + (f", {where}" if where else "")
-            store.set(_where_key(dist.get_rank()), happened)
-        vars(error)[_MARK] = number
-        _standing.append((dist.group.WORLD, number))
+            happened = f"raised {type(error).__name__}" + (f", {where}" if where else "")
+            _write_where(store, number, happened)
 
 
 def _is_announced(error: BaseException) -> bool:
@@ -215,22 +216,18 @@ def named_failures(*, completes: bool = True, of: Collective | None = None) -> I
     except RuntimeError as error:
         if not dist.is_initialized():  # a group that outlived its job has nobody to ask
             raise
-        known, waited, before = _named, waited_for(of), _write_where(of)
+        known, waited, before = _named, waited_for(of), _write_waiting(of)
         here = f"this rank ({dist.get_rank()}) was waiting for it{waited}"
-        if text := _announced():
+        is_closed = any(text in str(error) for text in _CLOSED)
+        # Who closed the connection may live, and be about to say why.
+        heard = {} if (text := _announced()) or not is_closed else _hear_from(_others(of), before)
+        if text := text or _announced():
             apart = "; it was waiting" in text and not text.endswith(f"; it was waiting{waited}")
             raise PeerError(f"{text}; {here}" + (f". {_APART}" if apart else "")) from error
         if known[0] is dist.group.WORLD:
             error.add_note(f"no other rank has reported a failure since {known[2]}")
-        if any(text in str(error) for text in _CLOSED):
-            lost = PeerError(
-                "a rank's process ended without a word, as one that is killed does (the kernel "
-                "does it when memory runs out), or whose backend gave up as ranks came to "
-                f"different collectives; {here}. The launcher's output says which one and by what "
-                "signal"
-            )
-            announce(lost)
-            raise lost from error
+        if is_closed:
+            raise _lost_connection(of, heard) from error
         announce(error, waited)
         _say_who_waits(error, of, before)
         raise
@@ -238,12 +235,34 @@ def named_failures(*, completes: bool = True, of: Collective | None = None) -> I
         _take_back()
 
 
+def _lost_connection(of: Collective | None, heard: dict[int, str]) -> PeerError:
+    """Return, and announce, the error of a connection that nobody says to have closed."""
+    waited = waited_for(of)
+    here = f"this rank ({dist.get_rank()}) was waiting for it{waited}"
+    elsewhere = [f"rank {rank} {text}" for rank, text in heard.items() if text != f"waits{waited}"]
+    # A rank that says nothing may have been killed, while others were a collective ahead.
+    if elsewhere and len(heard) == len(_others(of)):
+        lost = PeerError(f"{'; '.join(elsewhere)}; {here}. {_APART}")
+    else:
+        lost = PeerError(
+            "a rank's process ended without a word, as one that is killed does (the kernel does "
+            "it when memory runs out), or whose backend gave up as ranks came to different "
+            f"collectives; {here}. The launcher's output says which one and by what signal"
+        )
+    announce(lost)
+    return lost
+
+
+def _others(of: Collective | None) -> list[int]:
+    return [rank for rank in ranks_of(of) if rank != dist.get_rank()]
+
+
 def _say_who_waits(error: RuntimeError, of: Collective | None, before: int) -> None:
     """Add to an error where this rank and the others of a collective wait, if time ran out."""
     if not any(text in str(error).lower() for text in _TIMED_OUT) or is_emulated():
         return
     error.add_note(f"this rank ({dist.get_rank()}) waited{waited_for(of)}")
-    others = [rank for rank in ranks_of(of) if rank != dist.get_rank()]
+    others = _others(of)
     heard = _hear_from(others, before)
     for rank in others:
         silence = (
@@ -257,15 +276,22 @@ def _say_who_waits(error: RuntimeError, of: Collective | None, before: int) -> N
         error.add_note(f"torch's flight recorder of this rank is in {path}")
 
 
-def _write_where(of: Collective | None) -> int:
+def _write_waiting(of: Collective | None) -> int:
     """Write where this rank waits; return how many failures there were. See [Note: where ..]."""
     count = 0
     if not dist.is_initialized() or is_emulated():
         return count
     with _patient_store() as store:
         count = store.add(_COUNT, 0)
-        store.set(_where_key(dist.get_rank()), f"{count} waits{waited_for(of)}")
+        _write_where(store, count, f"waits{waited_for(of)}")
     return count
+
+
+def _write_where(store: Any, count: int, text: str) -> None:
+    key = _where_key(dist.get_rank())
+    store.set(key, f"{count} {text}")
+    if (dist.group.WORLD, key) not in _standing:
+        _standing.append((dist.group.WORLD, key))
 
 
 def _hear_from(ranks: list[int], before: int) -> dict[int, str]:
@@ -276,10 +302,9 @@ def _hear_from(ranks: list[int], before: int) -> dict[int, str]:
         while True:
             for rank in set(ranks) - heard.keys():
                 key = _where_key(rank)
-                number, _, text = (
-                    store.get(key).decode() if store.check([key]) else "-1"
-                ).partition(" ")
-                if int(number) >= before:  # else of a failure that is over
+                said = store.get(key).decode() if store.check([key]) else ""
+                number, _, text = said.partition(" ")
+                if said and int(number) >= before:  # else of a failure that is over
                     heard[rank] = text
             if len(heard) == len(ranks) or time.monotonic() > end:
                 break
@@ -288,12 +313,12 @@ def _hear_from(ranks: list[int], before: int) -> dict[int, str]:
 
 
 def _take_back() -> None:
-    """Declare what this rank announced to be over."""
-    mine = [number for world, number in _standing if world is dist.group.WORLD]
+    """Declare what this rank announced, and where it waited, to be over."""
+    mine = [key for world, key in _standing if world is dist.group.WORLD]
     _standing.clear()
     with _patient_store() as store:
-        for number in mine:
-            store.set(_key(number), "")
+        for key in mine:
+            store.set(key, "")
 
 
 def _announced() -> str:
