@@ -13,6 +13,7 @@ from vescale_planner import Cluster, generate_plan
 from vescale_planner._machines import calibrate
 from vescale_planner._machines.calibrate import fitted_rate
 from vescale_testing import World
+from vescale_testing.memory import peak_nbytes
 
 
 def test_the_speed_of_products_is_fitted_by_their_width() -> None:
@@ -38,6 +39,9 @@ def test_one_process_measures_its_machine_and_plans_with_it(tmp_path: Path) -> N
     declared = Cluster.of_this_machine(1)
     assert found.memory_bytes == declared.memory_bytes
     assert found.flops_per_second != declared.flops_per_second
+    # torch alone takes over 100 MB; what was multiplied to measure is freed.
+    resident = peak_nbytes()
+    assert 100e6 < found.reserved_bytes <= resident
     for name in ("mine.yaml", "mine.json"):
         found.to_file(tmp_path / name)
         assert Cluster.from_file(tmp_path / name) == found

@@ -1,4 +1,7 @@
-"""What this machine reaches, measured: products, attention, memory and collectives."""
+"""What this machine reaches, measured: products, attention, memory and collectives.
+
+And what of a rank's memory holds no tensors, for it has its libraries and communicators by then.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -39,6 +43,8 @@ def measured() -> dict[str, Any]:
     fields["attention_efficiency"] = min(1.0, _attention(dtypes[-1], device) / peak)
     fields["launch_seconds"] = _launch(device)
     fields |= _links(device)
+    if (reserved := _reserved(device)) is not None:
+        fields["reserved_bytes"] = round(_most(reserved, device))
     # What is measured is what is reached.
     fields |= {"flops_per_second": peaks, "efficiency": 1.0, "memory_efficiency": 1.0}
     return fields | {"link_efficiency": 1.0}
@@ -129,6 +135,17 @@ def _all_gather(group: Any, ranks: int, device: torch.device) -> tuple[float, fl
     return few / math.ceil(math.log2(ranks)), sent / max(many - few, 1e-9)
 
 
+def _reserved(device: torch.device) -> int | None:
+    """Return the bytes that are taken, by whatever, beside torch's tensors; None if unknown."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+    statm = Path("/proc/self/statm")
+    if not statm.exists():  # Linux alone keeps that account
+        return None
+    return int(statm.read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Return the median time of several runs, on the slowest rank."""
     taken: list[float] = []
@@ -138,8 +155,12 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         run()
         _wait(device)
         taken.append(time.perf_counter() - start)
-    # The first one allocates.
-    found = torch.tensor([median(taken[1:])], dtype=torch.float64, device=device)
+    return _most(median(taken[1:]), device)  # the first one allocates
+
+
+def _most(value: float, device: torch.device) -> float:
+    """Return the largest value that a rank has."""
+    found = torch.tensor([value], dtype=torch.float64, device=device)
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
