@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
