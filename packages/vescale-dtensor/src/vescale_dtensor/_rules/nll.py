@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate
 
+from vescale_dtensor._comm.functional import is_traced
 from vescale_dtensor._layout.layout import Layout, Placements, layout, replicated, without_partial
 from vescale_dtensor._layout.placements import is_sharded, on_dim, single_dim
 from vescale_dtensor._sharding.local_plan import distributed
@@ -92,8 +93,8 @@ class _Picks:
 
 
 def _check_targets(target: Tensor, fine: Tensor, num_classes: int) -> None:
-    if target.device.type != "cpu":
-        aten._assert_async.default(fine.all())
+    if target.device.type != "cpu" or is_traced(target):  # values that are known later
+        aten._assert_async.msg(fine.all(), f"a target is not among {num_classes} classes")
     elif not bool(fine.all()):
         first = int(target[~fine].reshape(-1)[0])
         raise IndexError(

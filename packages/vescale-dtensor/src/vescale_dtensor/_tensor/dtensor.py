@@ -303,10 +303,14 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
         return redistributed(self, flatten_spec[0]) if expected_type in (None, DTensor) else None
 
     def _stable_hash_for_caching(self) -> str:
-        """Return what compiled programs on disk are found by: they name this rank's groups."""
+        """Return what compiled programs on disk are found by.
+
+        They name groups of this rank and compute where its part begins, so they are its alone.
+        """
         made = layout_of(self)
         groups = [group.group_name for group in made.mesh.get_all_groups()]
-        known = (made.placements, made.shape, made.stride, made.dtype, groups, self.requires_grad)
+        place = made.mesh.get_coordinate(), groups
+        known = (made.placements, made.shape, made.stride, made.dtype, place, self.requires_grad)
         return hashlib.sha256(repr(known).encode()).hexdigest()
 
     def _settled(self, *, alone: bool = False) -> DTensor:
