@@ -1,11 +1,16 @@
-"""Python's generator and NumPy's, for what runs again and has to draw what it drew."""
+"""Generators as they were, for what runs again and has to draw what it drew."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 
-from vescale_parallel._trace.generators import States, python_and_numpy_as, states_of_generators
+from vescale_parallel._trace.generators import (
+    GeneratorStates as GeneratorStates,
+    States,
+    python_and_numpy_as,
+    states_of_generators,
+)
 
 
 class PythonAndNumpy:

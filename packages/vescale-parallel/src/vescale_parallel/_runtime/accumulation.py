@@ -39,8 +39,8 @@ from vescale_parallel._pipeline.targets import (
     run_counting,
     summed_counts,
 )
+from vescale_parallel._rng.drawn_again import GeneratorStates
 from vescale_parallel._rng.sharded_rng import ShardedRng
-from vescale_parallel._trace.generators import GeneratorStates
 
 _MicroBatch = tuple[tuple[Any, ...], Mapping[str, Any]]
 _OTHERWISE = "batch.gradient_accumulation 1, and accumulate in the loop"
