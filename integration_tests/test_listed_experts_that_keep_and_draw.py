@@ -109,6 +109,46 @@ def test_owners_that_count_and_draw_do_so_once(world2: World) -> None:
             torch.testing.assert_close(x, one, rtol=1e-11, atol=1e-13)
 
 
+class Dropping(nn.Module):
+    """Experts that drop, of rows that each rank picks in other numbers, and no noise or counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(HIDDEN, EXPERTS)
+        self.experts = nn.ModuleList(nn.Sequential(mlp(), nn.Dropout(0.3)) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mask = chosen == index
+            if mask.any():
+                out[mask] = expert(x[mask]) * weight[mask][:, None]
+        return out.square().mean()
+
+
+def generators_after_steps(constraints: Constraints) -> Tensor:
+    model: Any = vescale.parallelize(make_plan(constraints), Dropping().double())
+    torch.manual_seed(1)
+    rows = torch.randn(8, HIDDEN, dtype=torch.float64)
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "values decide how many random numbers")
+            warnings.filterwarnings("ignore", "expert_parallel: the experts of")
+            model(rows.chunk(2)[vescale.data_parallel_rank(model)]).backward()
+    return torch.get_rng_state()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, EP: 2}], ids=str)
+def test_generators_stay_together_where_values_decide_what_is_drawn(
+    world2: World, plan: Constraints
+) -> None:
+    one, other = world2.run(generators_after_steps, plan)
+    assert torch.equal(one, other)
+
+
 @pytest.mark.slow
 def test_dropout_of_experts_is_drawn_once_more_by_recomputed_blocks(world2: World) -> None:
     kept = world2.run(trained, {DP: 2, EP: 2}, 0.3)

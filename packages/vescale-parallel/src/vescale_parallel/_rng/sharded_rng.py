@@ -36,8 +36,8 @@ from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.own_code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._torch_private import is_in_backward
-from vescale_parallel._trace.generators import GeneratorStates, forked_generators, generator_state
+from vescale_parallel._torch_private import is_in_backward, pytree
+from vescale_parallel._trace.generators import GeneratorStates, generator_state
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order
 
@@ -54,6 +54,7 @@ from .known_draws import (
     mark,
     part_of_draw,
 )
+from .own_streams import own_position, own_stream
 from .part_of_whole import DrawsOfRank
 from .whole_masks import dropout_of_whole
 
@@ -169,6 +170,11 @@ class ShardedRng:
         self, forward: Callable[..., Any], fqn: str, drawn: ModuleDraws, compiled: bool
     ) -> Callable[..., Any]:
         def draw(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if scope.is_apart:
+                # Tensors of the batch of all ranks draw what one device draws.
+                is_whole = any(isinstance(x, DTensor) for x in pytree.tree_leaves((args, kwargs)))
+                with contextlib.nullcontext() if is_whole else self._apart(fqn):
+                    return forward(*args, **kwargs)
             with _Drawing(self, fqn, scope) as mode:
                 if not has_empty(args, kwargs):
                     return forward(*args, **kwargs)
@@ -230,7 +236,11 @@ class ShardedRng:
                 "it draws others than one device would, from a stream of its own. A sharding plan "
                 f"can say how they are cut: '{at}': 'Shard(d)'",
             )
-            return self._draw_own(func, args, kwargs, cut, is_sliced=is_sliced)
+            ranks = (
+                (self._sliced.size, self._sliced.rank) if self._sliced and is_sliced else (1, 0)
+            )
+            with own_stream(own_position(self._place, cut, *ranks)):
+                return func(*args, **kwargs)
         finally:
             self.is_drawing = False
 
@@ -327,30 +337,17 @@ class ShardedRng:
     def _draws(self, stack: str) -> DrawsOfRank:
         return DrawsOfRank(self._place, self._now.num_rows, self._lengths.get(stack, 0))
 
-    def _draw_own(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cut: ShardedDraw | None,
-        *,
-        is_sliced: bool,
-    ) -> Any:
-        """Draw from a stream of this rank; ranks that hold the same draw the same.
-
-        The stream is seeded by one number of the default generator, which stays the same on
-        all ranks.
-        """
-        place, position = self._place, 0
-        if cut is None or cut.rows is not None:
-            position = place.part_of_batch
-        if cut is not None and cut.part is not None:
-            position = position * place.tp_size + place.tp_rank
-        if is_sliced and self._sliced is not None:
-            position = position * self._sliced.size + self._sliced.rank
-        seed = int(torch.randint(2**62, ()))
-        with forked_generators(seed + position, cuda=torch.cuda.is_available()):
-            return func(*args, **kwargs)
+    @contextlib.contextmanager
+    def _apart(self, fqn: str) -> Iterator[None]:
+        """Draw from a stream of this rank's own in a module, of which ranks draw unequally."""
+        self._warn_once(
+            fqn,
+            f"values decide how many random numbers {fqn!r} draws (for rows that a router picks, "
+            "for example), so each rank draws others than one device would, from a stream of its "
+            "own",
+        )
+        with self.undivided(), own_stream(self._place.part_of_batch):
+            yield
 
     def _warn_once(self, at: str, message: str) -> None:
         if at not in self._warned:
