@@ -25,7 +25,7 @@ from vescale_parallel._cross_replica.small_batches import some_rows, within
 from vescale_parallel._model.copies import deep_copied, plain
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.inputs import children_of, map_children
-from vescale_parallel._model.random_copies import InDouble
+from vescale_parallel._model.random_copies import InDouble, scaled_copy
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError
@@ -148,7 +148,10 @@ class DrawForms:
         many = None if is_scaled_down else draws_with_values(subject, twice)
         if few is None or many is None:
             raise RowCheckError("it cannot be run")
-        return Noted(few, many, few, draws_with_values(subject, others))
+        # Routers pick otherwise of other rows, and by weights of another sign.
+        runs = ((subject, others), *((scaled_copy(subject, x), twice) for x in (-1.0, -0.5)))
+        seen = (draws_with_values(each, batch) for each, batch in runs if twice is not once)
+        return Noted(few, many, few, [each for each in seen if each is not None])
 
     def _ordered(
         self, model: nn.Module, once: Given, twice: Given, folded: Cuts

@@ -68,13 +68,13 @@ def cuts_of_example(
 class Noted:
     """The draws of a model, of some rows, of these twice, and of a tensor-parallel rank.
 
-    And of others in the place of every second row, if values decide what is drawn.
+    And in runs on as many rows in which other values may decide what is drawn.
     """
 
     once: Sequence[NotedDraw]
     twice: Sequence[NotedDraw]
     part: Sequence[NotedDraw]
-    others: Sequence[NotedDraw] | None = None
+    others: Sequence[Sequence[NotedDraw]] = ()
 
     def cuts(self, sharding: TensorSharding) -> dict[Draw, ShardedDraw | None]:
         """Return which dims are cut by (module FQN, number of the draw within a call).
@@ -94,12 +94,9 @@ class Noted:
 
     def _of_values(self) -> set[Draw]:
         """Return the draws of modules whose draws are others where rows have other values."""
-        if self.others is None:
-            return set()
-        seen = self.twice, self.others
-        two, other = ({(d.fqn, d.call, d.index, d.shape) for d in each} for each in seen)
-        kinds = {generalize(fqn) for fqn, *_ in two ^ other}
-        drawn = [d for each in (self.once, *seen) for d in each]
+        runs = [{(d.fqn, d.call, d.index, d.shape) for d in x} for x in (self.twice, *self.others)]
+        kinds = {generalize(fqn) for run in runs for fqn, *_ in run ^ runs[0]}
+        drawn = [d for each in (self.once, self.twice, *self.others) for d in each]
         return {(d.fqn, d.index) for d in drawn if generalize(d.fqn) in kinds}
 
     def is_folded(self, draw: Draw, cut: ShardedDraw | None, num_rows: int) -> bool:
@@ -176,7 +173,8 @@ def scopes_apart(found: Mapping[Draw, ShardedDraw | None], model: nn.Module) -> 
 
     That is what has a list of modules that draw so, and what calls another one, within its block.
     """
-    blocks, names = blocks_of(model), set[str]()
+    blocks = [each for each in blocks_of(model) if not _is_beside_router(each, model)]
+    names = set[str]()
     for (fqn, _), cut in found.items():
         if cut is None or not cut.of_values:
             continue
@@ -190,6 +188,14 @@ def scopes_apart(found: Mapping[Draw, ShardedDraw | None], model: nn.Module) -> 
         )
         names.add(next(held, paths[-1]))
     return {name: Scope(parts={}, is_apart=True) for name in names}
+
+
+def _is_beside_router(block: str, model: nn.Module) -> bool:
+    """Whether a block may be one of experts: beside its list is a parameter with a dim of each."""
+    stack = _parent(block)
+    held, owner = model.get_submodule(stack), model.get_submodule(_parent(stack))
+    inside = {id(p) for p in held.parameters()}
+    return any(len(held._modules) in p.shape for p in owner.parameters() if id(p) not in inside)
 
 
 def scopes_of_unknown(spec: ShardingSpec, model: nn.Module) -> dict[str, Scope]:
