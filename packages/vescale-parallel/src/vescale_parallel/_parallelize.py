@@ -25,6 +25,7 @@ from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
 from ._expert_parallel.dispatch import dispatch
 from ._expert_parallel.dispatch_listed import ListDispatch
+from ._expert_parallel.expert_draws import ExpertDraws
 from ._expert_parallel.find import planned_experts
 from ._expert_parallel.found import FoundExperts
 from ._expert_parallel.load import count_once
@@ -218,14 +219,15 @@ def _change(
     params = shard_parameters(
         plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
-    lists = dispatch(model, experts, mesh)
+    expert_draws = ExpertDraws()
+    lists = dispatch(model, experts, mesh, expert_draws)
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
     sliced, context = _slice_blocks(plan, model, mesh, sequence, staging)
     rows = _batch_rows(plan, mesh, row_guard, lift, sliced, experts, lists)
     if plan.compile == "blocks":
         compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in, boundary)
-    rng = _add_draws(plan, model, mesh, boundary, forms, sliced)
+    rng = expert_draws.of_model = _add_draws(plan, model, mesh, boundary, forms, sliced)
     for param in params:
         param.refuse_calls_outside()
     as_now = rng.as_now if sliced is None else sliced.as_now(rng.as_now)

@@ -16,8 +16,10 @@ from vescale_parallel._expert_parallel.experts import (
     num_stacked,
     sorted_by_expert,
 )
-from vescale_parallel._expert_parallel.find import find_experts
+from vescale_parallel._expert_parallel.find import find_experts, planned_experts
 from vescale_parallel._expert_parallel.layers import expert_layers
+from vescale_parallel._plan.constraints import with_constraints
+from vescale_parallel._plan.plan import ParallelPlan
 
 
 class Stack(nn.Module):
@@ -193,7 +195,6 @@ def test_finding_draws_and_changes_nothing() -> None:
     [
         (Normalized, r"'experts' stacks experts, .*not the sum of what each expert makes"),
         (FirstTwo, r"'experts' stacks experts"),
-        (Dropping, r"'experts' stacks experts, .*draws random numbers"),
         (AllRows, r"found no experts in Moe"),
         (lambda: Stack(experts=5), r"does not divide the 5 experts of 'experts'.*\[1, 5\]"),
     ],
@@ -201,6 +202,22 @@ def test_finding_draws_and_changes_nothing() -> None:
 def test_other_modules_are_refused(experts: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_experts(Moe(experts()), 2)
+
+
+def test_stacks_that_draw_random_numbers_in_training_are_found() -> None:
+    for model in (Moe(Dropping()), Owner(DroppingBatched())):
+        assert find_experts(model, 2).stacked[0].draws
+    for model in (Moe(Stack()), Owner(Batched())):
+        assert not find_experts(model, 2).stacked[0].draws
+
+
+@pytest.mark.parametrize("other", ["pipeline_parallel", "context_parallel"])
+def test_experts_that_draw_are_refused_where_their_numbers_are_counted(other: str) -> None:
+    sizes = {f"{other}.size": 2, "data_parallel.size": 2, "expert_parallel.size": 2}
+    plan = with_constraints(ParallelPlan(), sizes)
+    with pytest.raises(ValueError, match=r"'experts', which has experts, draws random numbers"):
+        planned_experts(plan, Moe(Dropping()))
+    assert planned_experts(plan, Moe(Stack())).stacked
 
 
 def test_a_stack_has_parameters_of_its_own_with_one_first_dim() -> None:
@@ -301,7 +318,6 @@ def test_experts_that_take_as_many_rows_each_are_found(is_flat: bool, num_dims: 
     [
         (OverRows, "depends on other rows or experts"),
         (OverExperts, "depends on other rows or experts"),
-        (DroppingBatched, "draws random numbers"),
     ],
 )
 def test_rows_of_experts_that_depend_on_others_are_refused(kind: type[Batched], why: str) -> None:

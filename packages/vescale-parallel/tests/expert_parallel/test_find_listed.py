@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,12 @@ from torch import Tensor, nn
 
 from vescale_parallel._expert_parallel.find import find_experts
 from vescale_parallel._expert_parallel.find_listed import find_listed
-from vescale_parallel._expert_parallel.listed import ListedExperts, num_on_ranks, rank_of
+from vescale_parallel._expert_parallel.listed import (
+    ListedExperts,
+    first_pass,
+    num_on_ranks,
+    rank_of,
+)
 
 
 class Layer(nn.Module):
@@ -113,6 +119,36 @@ class Numbering(Layer):
         return super().forward(x)
 
 
+class OfCounting(Layer):
+    """Its experts count their calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(CountingLinear(6, 6) for _ in range(4))
+
+
+class CountingLinear(nn.Linear):
+    def __init__(self, width: int, made: int) -> None:
+        super().__init__(width, made)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.get_buffer("calls").add_(1)
+        return super().forward(input)
+
+
+class Guessing(Layer):
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        return expert(rows) * (0.5 if self.training and random.random() < 0.5 else 1.0)
+
+
+class Dropping(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        dropping = (nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4))
+        self.experts = nn.ModuleList(dropping)
+
+
 LOSSES = list[Tensor]()
 
 
@@ -212,6 +248,29 @@ def test_a_list_whose_owner_keeps_what_its_latest_call_made_is_found() -> None:
     assert (found.fqn, others) == ("layers.0", {})
 
 
+@pytest.mark.parametrize("kind", [Counting, Keeping, Totalling, Numbering])
+def test_a_list_whose_owner_adds_to_buffers_and_attributes_is_found(kind: type[Layer]) -> None:
+    (found,), others = find_listed(Model(kind()))
+    assert (others, found.draws, found.experts_draw) == ({}, False, False)
+
+
+def test_who_draws_random_numbers_is_found() -> None:
+    for kind, expected in ((Noisy, (True, False)), (Dropping, (False, True))):
+        (found,), _ = find_listed(Model(kind()))
+        assert (found.draws, found.experts_draw) == expected
+
+
+def test_a_first_pass_leaves_nothing_behind_in_what_has_the_list() -> None:
+    layer = Totalling().double()
+    layer.register_buffer("calls", torch.zeros(1))
+    (found,), _ = find_listed(Model(Counting()))
+    for owner in (Counting().double(), layer):
+        before = dict(vars(owner))
+        first_pass(owner, owner.forward, found, (torch.ones(2, 6, dtype=torch.float64),), {})
+        assert vars(owner) == before
+        assert not owner.get_buffer("calls")
+
+
 def test_other_widths_are_found() -> None:
     layer = Layer()
     layer.experts = nn.ModuleList(
@@ -237,14 +296,11 @@ def test_finding_draws_and_changes_nothing() -> None:
         (Chain, "not those of its experts"),
         (OfNormalized, "not those of its experts"),
         (Parts, "its forward does not call its experts"),
-        (Noisy, "its forward draws random numbers; set its dropout to 0"),
-        (Counting, "its forward writes to its buffers"),
-        (Keeping, "or keeps something from call to call"),
-        (Totalling, "or keeps something from call to call"),
-        (Numbering, "or keeps something from call to call"),
         (Handing, "hands tensors to a list or an object outside of it"),
         (Logging, "adds to a list or to numbers outside of it"),
         (CountingOutside, "adds to a list or to numbers outside of it"),
+        (OfCounting, "its experts write to their buffers, or keep something from call to call"),
+        (Guessing, "draws from Python's random or from numpy"),
         (Metered, "adds to a list or to numbers outside of it"),
         (Scaled, "are not called with one tensor"),
         (tied, "an expert and something else share a parameter"),
@@ -278,11 +334,11 @@ def test_what_is_said_of_layers_is_nothing_of_how_they_were_tried() -> None:
 
 
 def test_layers_of_one_kind_are_refused_in_one_sentence() -> None:
-    model = Model(Noisy())
-    model.layers.extend(Noisy() for _ in range(3))
+    model = Model(Guessing())
+    model.layers.extend(Guessing() for _ in range(3))
     with pytest.raises(ValueError, match=r"The list 'layers\.\*\.experts' is not one") as error:
         find_experts(model, 2)
-    assert str(error.value).count("draws random numbers") == 1
+    assert str(error.value).count("Python's random") == 1
 
 
 def test_a_list_without_a_router_is_none() -> None:

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._rng.known_draws import KnownDraws, Place, Scope, ShardedDraw
+from vescale_parallel._rng.part_of_whole import DrawsOfRank
 from vescale_parallel._rng.sharded_rng import ShardedRng
+from vescale_parallel._rng.whole_masks import dropout_of_whole
 from vescale_parallel._runtime.recomputation.recompute import recompute
 from vescale_parallel._trace.memory_order import NotedOrder
 
@@ -341,9 +343,9 @@ def test_the_whole_mask_of_a_kernel_gives_what_the_kernel_gives() -> None:
     x = torch.randn(4, 6)
     torch.manual_seed(3)
     whole, mask = torch.native_dropout(x, 0.3, True)
-    draws = ShardedRng(place(2, 2, 3), {})
+    draws, cut = DrawsOfRank(place(2, 2, 3), 0, 0), ShardedDraw(rows=0, part=1)
     torch.manual_seed(3)
     mine = x.chunk(2)[1].chunk(2, 1)[1]
-    found = draws._dropout_of_whole((mine, 0.3, True), ShardedDraw(rows=0, part=1), "")
+    found = dropout_of_whole(mine, 0.3, lambda mask: draws.part(mask, cut))
     assert torch.equal(found[0], whole.chunk(2)[1].chunk(2, 1)[1])
     assert torch.equal(found[1], mask.chunk(2)[1].chunk(2, 1)[1])

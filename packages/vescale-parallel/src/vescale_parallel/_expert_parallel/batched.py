@@ -7,16 +7,34 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.random_copies import InDouble, random_copy
-from vescale_parallel._trace.generators import generator_state, untouched_generators
+from vescale_parallel._trace.generators import untouched_generators
 
 from .calls_seen import tensors_seen
 from .experts import call_counting, close, counts_of, num_alike, subsets
+from .left_behind import draws_in_training
+
+
+@dataclass(frozen=True)
+class BatchedRows:
+    """How a module is called with as many rows of each expert.
+
+    Attributes:
+        num_dims: Of its input.
+        attributes: Its integers that count experts.
+        draws: Whether it draws random numbers in training.
+    """
+
+    num_dims: int
+    attributes: tuple[str, ...]
+    draws: bool
+
 
 MOST_NUMEL = 2**26  # of a module that is run
 Made = tuple[Tensor, ...]
@@ -50,8 +68,8 @@ def laid_out(rows_ENH: Tensor, num_dims: int) -> Tensor:
     return rows_ENH.reshape(experts, *[1] * (num_dims - 3), num_rows, hidden)
 
 
-def proven_batched(owner: nn.Module, name: str, size: int) -> tuple[int, tuple[str, ...]] | str:
-    """Return the dims of a module's input and its integers that count experts, or why it is none.
+def proven_batched(owner: nn.Module, name: str, size: int) -> BatchedRows | str:
+    """Return how a module is called, or why it has no experts that ranks can share.
 
     Proven is that an expert's rows are made of its rows alone, with its part of the stacks, each
     by itself: in float64 on random numbers, with all gradients.
@@ -80,17 +98,19 @@ def proven_batched(owner: nn.Module, name: str, size: int) -> tuple[int, tuple[s
             if made.shape[:-1] != laid_out(rows_ENH, rows.dim()).shape[:-1]:
                 return "it does not return a row for each row of each expert"
             expected = _with_gradients(whole, rows_ENH, _as_one(whole, rows.dim()))
+            draws = draws_in_training(whole, (laid_out(rows_ENH, rows.dim()),))
         # What a user's module raises is why it is not understood.
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        if _draws(whole, laid_out(rows_ENH, rows.dim())):
-            return "its forward draws random numbers; set its dropout to 0"
-        return _integers(whole, rows_ENH, rows.dim(), expected, size)
+        attributes = _integers(whole, rows_ENH, rows.dim(), expected, size)
+        if isinstance(attributes, str):
+            return attributes
+        return BatchedRows(rows.dim(), attributes, draws)
 
 
 def _integers(
     module: nn.Module, rows_ENH: Tensor, num_dims: int, expected: Made, size: int
-) -> tuple[int, tuple[str, ...]] | str:
+) -> tuple[str, ...] | str:
     why = ""
     for names in subsets([*counts_of(module, len(rows_ENH))]):
         try:
@@ -101,17 +121,9 @@ def _integers(
             why = why or f"{raised}: {error}"
             continue
         if all(map(close, made, expected)):
-            return num_dims, names
+            return names
         why = "what it makes of an expert's row depends on other rows or experts"
     return why
-
-
-def _draws(module: nn.Module, rows: Tensor) -> bool:
-    before = generator_state()
-    with torch.no_grad():
-        module.train()(rows)
-    module.eval()
-    return generator_state() != before
 
 
 def _as_one(module: nn.Module, num_dims: int) -> Callable[[Tensor], Tensor]:

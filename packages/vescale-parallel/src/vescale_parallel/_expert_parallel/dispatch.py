@@ -13,7 +13,6 @@ A rank to which nothing was sent runs nothing, and takes part in every exchange.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,12 +25,15 @@ from vescale_parallel._mesh.mesh import second_group
 
 from .dispatch_batched import BatchedDispatch
 from .dispatch_listed import ListDispatch
+from .expert_draws import ExpertDraws
 from .experts import Experts, bound, call_some, combined, refuse_whole_batch, sorted_by_expert
 from .found import FoundExperts
 from .load import Counted, Load
 
 
-def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> list[ListDispatch]:
+def dispatch(
+    model: nn.Module, found: FoundExperts, mesh: DeviceMesh, draws: ExpertDraws
+) -> list[ListDispatch]:
     """Have modules that hold this rank's experts be called with tokens of all ranks, in place.
 
     Returns what calls experts in lists.
@@ -43,7 +45,7 @@ def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> list[Li
     rows_of = [each for each in found.stacked if each.num_dims is None]
     counted = {each.fqn: Counted(each.num_experts) for each in (*rows_of, *found.listed)}
     lists = [
-        ListDispatch(model.get_submodule(each.fqn), each, group, counted[each.fqn])
+        ListDispatch(model.get_submodule(each.fqn), each, group, counted[each.fqn], draws)
         for each in found.listed
     ]
     for each in lists:
@@ -51,9 +53,9 @@ def dispatch(model: nn.Module, found: FoundExperts, mesh: DeviceMesh) -> list[Li
     for experts in found.stacked:
         module = model.get_submodule(experts.fqn)
         if experts.num_dims is not None:
-            BatchedDispatch(module, experts, group).install()
+            BatchedDispatch(module, experts, group, draws).install()
             continue
-        _Dispatch(module, module.forward, experts, group, counted[experts.fqn]).install()
+        _Dispatch(module, experts, group, counted[experts.fqn], draws).install()
     object.__setattr__(model, "_vescale_expert_load", Load(counted, mesh))
     return lists
 
@@ -64,13 +66,13 @@ class _Dispatch:
     def __init__(
         self,
         module: nn.Module,
-        forward: Callable[..., Any],
         experts: Experts,
         group: dist.ProcessGroup,
         counted: Counted,
+        draws: ExpertDraws,
     ) -> None:
-        self._module, self._forward, self._experts = module, forward, experts
-        self._counted = counted
+        self._module, self._forward, self._experts = module, module.forward, experts
+        self._counted, self._draws = counted, draws
         self._group, self._num_ranks = group, group.size()
         self._num_local = experts.num_experts // self._num_ranks
 
@@ -103,7 +105,9 @@ class _Dispatch:
         there = {"input_splits": sent, "output_splits": received}
         back = {"input_splits": received, "output_splits": sent}
         given = all_to_all(rows_TH[order // num_slots], self._group, **there)
-        made = self._made_here(given, arriving)
+        seed = self._draws.seed(self._experts.fqn, self._module) if self._experts.draws else None
+        with self._draws.of_experts(seed, dist.get_rank(self._group)):
+            made = self._made_here(given, arriving)
         returned = all_to_all(made, self._group, **back)
         place = torch.empty_like(order)
         place[order] = torch.arange(num_pairs, device=order.device)

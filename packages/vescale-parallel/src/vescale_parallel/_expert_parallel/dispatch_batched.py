@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vescale_dtensor import all_to_all, profiler_range
 
 from .batched import by_expert, laid_out
+from .expert_draws import ExpertDraws
 from .experts import Experts, call_counting, refuse_whole_batch
 
 
@@ -21,8 +22,15 @@ class BatchedDispatch:
     Ranks tell each other how many rows an expert has of each, and send those of its experts.
     """
 
-    def __init__(self, module: nn.Module, experts: Experts, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        experts: Experts,
+        group: dist.ProcessGroup,
+        draws: ExpertDraws,
+    ) -> None:
         self._module, self._forward, self._experts = module, module.forward, experts
+        self._draws = draws
         self._group, self._num_local = group, experts.num_experts // group.size()
 
     def install(self) -> None:
@@ -58,7 +66,9 @@ class BatchedDispatch:
             output_splits=received,
         )
         together = torch.cat([x.view(local, -1, hidden) for x in given.split(received)], 1)
-        made = self._made_here(together)
+        seed = self._draws.seed(self._experts.fqn, self._module) if self._experts.draws else None
+        with self._draws.of_experts(seed, dist.get_rank(self._group)):
+            made = self._made_here(together)
         back = [part.flatten(0, 1) for part in made.split(of_each, 1)]
         returned = all_to_all(
             torch.cat(back), self._group, input_splits=received, output_splits=sent

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._torch_private import pytree
 
+from .expert_draws import ExpertDraws
 from .experts import refuse_whole_batch
 from .listed import CallsOf, ListedExperts, PlayedBack, first_pass, num_on_ranks, second_pass
 from .load import Counted
@@ -53,9 +54,11 @@ class ListDispatch:
         experts: ListedExperts,
         group: dist.ProcessGroup,
         counted: Counted,
+        draws: ExpertDraws,
     ) -> None:
         self._module, self._forward, self._experts = module, module.forward, experts
-        self._group, self._counted = group, counted
+        self._group, self._counted, self._draws = group, counted, draws
+        self._seed: int | None = None
         self._num_on = num_on_ranks(experts.num_experts, group.size())
         modules, rank = experts.modules_of(module), dist.get_rank(group)
         start = sum(self._num_on[:rank])
@@ -69,12 +72,15 @@ class ListDispatch:
         """Take the place of the forward of the module, and of its experts."""
 
         @functools.wraps(self._forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run_twice(*args: Any, **kwargs: Any) -> Any:
             of_all = self.rows_of_all
             if of_all is None or not of_all.is_whole((args, kwargs)):
                 refuse_whole_batch(self._experts.fqn, (args, kwargs))
                 of_all = None
-            noted = first_pass(self._module, self._forward, self._experts, *args, **kwargs)
+            if self._experts.experts_draw:
+                self._seed = self._draws.seed(self._experts.fqn, self._all[0])
+            run = self._module, self._forward, self._experts
+            noted = first_pass(*run, args, kwargs, self._draws.mark)
             with profiler_range("experts"):
                 if of_all is None:
                     returned, played = self._sent(noted.calls, (args, kwargs))
@@ -82,14 +88,12 @@ class ListDispatch:
                     returned, played = self._sent_of_all(noted.calls, of_all)
             self._played = PlayedBack(self._experts.fqn, played)
             try:
-                made = second_pass(
-                    self._module, self._forward, self._experts, noted, *args, **kwargs
-                )
+                made = second_pass(*run, noted, args, kwargs)
             finally:
                 self._played = None
             return _with_backward_of(returned, made)
 
-        self._module.forward = run
+        self._module.forward = run_twice
         for index, expert in enumerate(self._all):
             expert.forward = functools.partial(self._take, index)
 
@@ -133,7 +137,8 @@ class ListDispatch:
         there = [sum(part) for part in _split(counts, self._num_on)]
         here = [sum(part) for part in arriving]
         given = all_to_all(sent, self._group, input_splits=there, output_splits=here)
-        made = self._made_here(given, arriving)
+        with self._draws.of_experts(self._seed, dist.get_rank(self._group)):
+            made = self._made_here(given, arriving)
         return all_to_all(made, self._group, input_splits=here, output_splits=there)
 
     def _told(self, counts: Sequence[int], device: torch.device) -> list[list[int]]:

@@ -32,6 +32,7 @@ class Experts:
             the other in the order of experts.
         num_dims: Of its one input, if it takes as many rows for each expert, flat if 2; None if it
             takes rows, the experts of each and their weights.
+        draws: Whether it draws random numbers in training.
     """
 
     fqn: str
@@ -39,6 +40,7 @@ class Experts:
     attributes: tuple[str, ...]
     combination: Combination
     num_dims: int | None = None
+    draws: bool = False
 
 
 def num_stacked(module: nn.Module) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble, random_copy
 from vescale_parallel._plan.plan import ParallelPlan
-from vescale_parallel._trace.generators import generator_state, untouched_generators
+from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
-from .batched import MOST_NUMEL, num_batched, proven_batched
+from .batched import MOST_NUMEL, BatchedRows, num_batched, proven_batched
 from .experts import (
     Combination,
     Experts,
@@ -36,6 +37,7 @@ from .experts import (
 )
 from .find_listed import find_listed
 from .found import FoundExperts
+from .left_behind import draws_in_training
 from .near_misses import near_misses
 
 _MAX_NUMEL = 2**22  # of a module that is run itself
@@ -56,6 +58,13 @@ def planned_experts(plan: ParallelPlan, model: nn.Module) -> FoundExperts:
             f"expected tensor_parallel.size 1 with expert_parallel.size {size} and experts in a "
             f"list, as {found.listed[0].fqn!r} has them, got {tp}; stack them in one module, or "
             "use data_parallel.size for the other ranks"
+        )
+    drawing = found.drawing
+    if drawing and (plan.pipeline_parallel.size > 1 or plan.context_parallel.size > 1):
+        raise ValueError(
+            f"expert_parallel.size {size}: {drawing!r}, which has experts, draws random numbers "
+            "in forward, for dropout for example; with pipeline_parallel or context_parallel it "
+            "draws none: set them to 0, or use data_parallel.size for the other ranks"
         )
     return found
 
@@ -102,7 +111,7 @@ def _stacked(model: nn.Module, size: int) -> list[Experts]:
             ranks = math.gcd(size, num_stacked(subject))
             known[kind] = _proven(fqn, subject, ranks, [*counts_of(module, count)])
         like = known[kind]
-        found.append(Experts(fqn, count, like.attributes, like.combination))
+        found.append(replace(like, fqn=fqn, num_experts=count))
     return found
 
 
@@ -126,7 +135,7 @@ def _why_not(model: nn.Module, lists: Mapping[str, str], stacks: dict[str, str])
 def _batched(model: nn.Module, size: int) -> tuple[list[Experts], dict[str, str]]:
     """Return the modules that take as many rows for each expert, and why others do not."""
     found, others = list[Experts](), dict[str, str]()
-    known = dict[str, tuple[int, tuple[str, ...]] | str]()
+    known = dict[str, BatchedRows | str]()
     scaled: list[nn.Module | None] = []
     for fqn, module in model.named_modules():
         owner, _, name = fqn.rpartition(".")
@@ -142,8 +151,7 @@ def _batched(model: nn.Module, size: int) -> tuple[list[Experts], dict[str, str]
         if isinstance(like, str):
             others[generalize(fqn)] = like
         else:
-            num_dims, attributes = like
-            found.append(Experts(fqn, count, attributes, "slots", num_dims))
+            found.append(Experts(fqn, count, like.attributes, "slots", like.num_dims, like.draws))
     return found, others
 
 
@@ -203,11 +211,10 @@ def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Exp
         try:
             whole = random_copy(module)
             rows, expected = _one_device(whole, count)
+            draws = draws_in_training(whole, rows)
         # What a user's module raises is why it is not understood.
         except Exception as error:
             raise ValueError(_refusal(fqn, f"{type(error).__name__}: {error}")) from error
-        if _draws(whole, rows):
-            raise ValueError(_refusal(fqn, "its forward draws random numbers"))
         why = ""
         both = [name for name in counts_of(whole, count) if name in named]
         for attributes in subsets(both):
@@ -219,7 +226,8 @@ def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Exp
                 continue
             why = "its results are not the sum of what each expert makes of a row, by weight"
             if all(map(close, made, expected)):
-                return Experts(fqn, count, attributes, _combination(whole, rows, attributes))
+                combination = _combination(whole, rows, attributes)
+                return Experts(fqn, count, attributes, combination, draws=draws)
     raise ValueError(_refusal(fqn, why))
 
 
@@ -267,15 +275,6 @@ def _with_gradients(module: nn.Module, given: Made, run: Callable[..., Tensor]) 
     trained = [rows, weights, *module.parameters()]
     grads = torch.autograd.grad((result * probe).sum(), trained)
     return result.detach(), *grads
-
-
-def _draws(module: nn.Module, given: Made) -> bool:
-    module.train()
-    before = generator_state()
-    with torch.no_grad():
-        module(*given)
-    module.eval()
-    return generator_state() != before
 
 
 def _shared_out(module: nn.Module, given: Made, attributes: tuple[str, ...], size: int) -> Made:

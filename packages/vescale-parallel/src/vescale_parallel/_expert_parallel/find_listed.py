@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble, random_copy
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.generators import untouched_generators
+from vescale_parallel._trace.generators import generator_state, untouched_generators
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
 from .calls_seen import tensors_seen
 from .experts import close, takes_rows
-from .left_behind import what_stays
+from .left_behind import generators_after, kept, same, what_stays
 from .listed import CallsOf, FirstPass, ListedExperts, PlayedBack, first_pass, second_pass
 
 _MOST_NUMEL = 2**26  # of a module that is run
@@ -161,7 +162,8 @@ def _is_tied(model: nn.Module, experts: ListedExperts) -> bool:
 def _tried(experts: ListedExperts, module: nn.Module, given: Made) -> ListedExperts | str:
     """Run a copy of a module as one device and as ranks; return how it calls, or what differs."""
     watched = _Watched(experts, module)
-    expected = watched.run(given)
+    with untouched_generators(seed=0):
+        expected = watched.run(given)
     if watched.why:
         return watched.why
     hidden = given[0].shape[-1]
@@ -171,13 +173,60 @@ def _tried(experts: ListedExperts, module: nn.Module, given: Made) -> ListedExpe
         width=None if watched.width == hidden else watched.width,
         made_width=None if watched.made_width == watched.width else watched.made_width,
     )
-    why = what_stays(module, given)
+    copied = deep_copied(module)
+    why = what_stays(copied, experts.modules_of(copied), given)
     if why:
         return why
-    made = _with_gradients(module, given, lambda *args: _in_two_passes(proven, module, args))
-    if all(map(close, made, expected)):
-        return proven
-    return "its results are not those of its experts, each run on rows of its own"
+    proven = _drawing(proven, module, given)
+    with untouched_generators(seed=0):
+        made = _with_gradients(module, given, _twice(proven, module))
+    if not all(map(close, made, expected)):
+        return "its results are not those of its experts, each run on rows of its own"
+    return _in_training(proven, module, given) or proven
+
+
+def _drawing(experts: ListedExperts, module: nn.Module, given: Made) -> ListedExperts:
+    """Return experts of which it is known who draws random numbers."""
+    own = _beside(experts, module)
+    inside = [each for each in module.modules() if each not in own]
+    with untouched_generators(seed=0):
+        nothing = generator_state()
+    without = generators_after(module, (), given)
+    return replace(
+        experts,
+        draws=without != nothing or generators_after(module, own, given) != nothing,
+        experts_draw=generators_after(module, inside, given) != without,
+    )
+
+
+def _beside(experts: ListedExperts, module: nn.Module) -> list[nn.Module]:
+    """Return a module and those in it that are in no expert."""
+    inside = {each for expert in experts.modules_of(module) for each in expert.modules()}
+    return [each for each in module.modules() if each not in inside]
+
+
+def _in_training(experts: ListedExperts, module: nn.Module, given: Made) -> str:
+    """Return what differs between two calls in training and two of two passes; empty if nothing.
+
+    Experts are not in training, as what they draw is not one device's.
+    """
+    runs = list[tuple[Made, Made, list[Any], Any]]()
+    for num_passes in (1, 2):
+        copied = deep_copied(module)
+        for each in _beside(experts, copied):
+            each.training = True
+        run = copied if num_passes == 1 else _twice(experts, copied)
+        with untouched_generators(seed=0):
+            made = [_with_gradients(copied, given, run) for _ in range(2)]
+            inside = {x for each in experts.modules_of(copied) for x in each.modules()}
+            state = kept(copied, beside=inside)
+            runs.append((made[0], made[1], state, generator_state()))
+    (first, second, state, drawn), (*made, state_after, drawn_after) = runs
+    if drawn != drawn_after or not all(map(close, (*made[0], *made[1]), (*first, *second))):
+        return "its results in training are not those of its experts, each run on rows of its own"
+    if not same(state, state_after):
+        return "its forward writes to its buffers, or keeps something, otherwise in two passes"
+    return ""
 
 
 def _inputs(experts: ListedExperts, module: nn.Module, owner: nn.Module | None) -> Made:
@@ -254,16 +303,20 @@ class _Watched:
         self.width, self.made_width, self.why = rows.shape[-1], made.shape[-1], ""
 
 
+def _twice(experts: ListedExperts, module: nn.Module) -> Callable[..., Any]:
+    return lambda *given: _in_two_passes(experts, module, given)
+
+
 def _in_two_passes(experts: ListedExperts, module: nn.Module, given: Made) -> Any:
     forward = module.forward
-    noted = first_pass(module, forward, experts, *given)
+    noted = first_pass(module, forward, experts, given, {})
     modules = experts.modules_of(module)
     runs = [expert.forward for expert in modules]
     played = PlayedBack(experts.fqn, _made(experts, noted, runs))
     try:
         for index, expert in enumerate(modules):
             expert.forward = lambda rows, index=index: played.take(index, rows)
-        return second_pass(module, forward, experts, noted, *given)
+        return second_pass(module, forward, experts, noted, given, {})
     finally:
         for expert in modules:
             del expert.forward

@@ -23,6 +23,12 @@ class FoundExperts:
         """FQNs of the experts that are modules of a list."""
         return [each.fqn_of(i) for each in self.listed for i in range(each.num_experts)]
 
+    @property
+    def drawing(self) -> str:
+        """FQN of a module that draws random numbers for its experts; empty if none does."""
+        lists = (each.fqn for each in self.listed if each.draws or each.experts_draw)
+        return next((each.fqn for each in self.stacked if each.draws), next(lists, ""))
+
     def parameters(self, model: nn.Module, num_ranks: int) -> dict[str, int | None]:
         """Return the FQNs of experts' parameters, and the one rank that has each, None if all do.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 import types
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,39 +17,75 @@ from torch.overrides import TorchFunctionMode
 from vescale_parallel._model.copies import tensors_in_attributes
 from vescale_parallel._model.names_of_code import names_of_code
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._trace.generators import generator_state
+from vescale_parallel._trace.generators import (
+    generator_state,
+    states_of_generators,
+    untouched_generators,
+)
+
+from .experts import close
 
 _CONTAINERS = (list, dict, set, deque)
 
 
-def what_stays(module: nn.Module, given: tuple[Tensor, ...]) -> str:
+def what_stays(module: nn.Module, experts: list[nn.Module], given: tuple[Tensor, ...]) -> str:
     """Return what a call of a module in training leaves behind; empty if that is nothing.
 
-    What a call assigns to attributes may stay, if the next one of the same inputs does so alike.
+    But for what it keeps in its own buffers and attributes, which a first pass leaves alone. What
+    experts assign to theirs may stay, if the next call of the same inputs does so alike.
     """
-    drawn, written, made = generator_state(), [*module.buffers()], _Results()
-    before = [buffer.clone() for buffer in written]
+    made = _Results()
     module.train()
     with torch.no_grad():
         module(*given)
-        state, outside = _kept(module), numbers_outside(module)  # what is made once, is by now
+        state, outside = [*map(kept, experts)], numbers_outside(module)  # what is made once, is
         with made:
             module(*given)
-        same = _same(state, _kept(module))
+        is_same = all(map(same, state, map(kept, experts)))
         module(*given)
     module.eval()
-    if generator_state() != drawn:
-        return "its forward draws random numbers; set its dropout to 0"
-    if not same or not all(map(torch.equal, before, written)):
-        return (
-            "its forward writes to its buffers, or keeps something from call to call; what counts "
-            "tokens of experts can be left to vescale_parallel.expert_load"
-        )
-    if made.num_alive():
+    if not is_same:
+        return "its experts write to their buffers, or keep something from call to call"
+    own = [*module.buffers(), *(tensor for *_, tensor in tensors_in_attributes(module))]
+    if made.num_alive(beside=own):
         return "its forward hands tensors to a list or an object outside of it, in each call"
     if outside != numbers_outside(module):
         return "its forward adds to a list or to numbers outside of it, in each call"
     return ""
+
+
+def generators_after(
+    module: nn.Module, trained: Iterable[nn.Module], given: tuple[Tensor, ...]
+) -> tuple[bytes, ...]:
+    """Return where a call leaves torch's generators, as seeded, if some modules are in training.
+
+    Raises:
+        ValueError: If it draws from others.
+    """
+    module.eval()
+    for each in trained:
+        each.training = True
+    with torch.no_grad(), untouched_generators(seed=0):
+        host = states_of_generators()
+        module(*given)
+        if host.differs_outside_of_torch(states_of_generators()):
+            raise ValueError("it draws from Python's random or from numpy; draw by torch")
+        drawn = generator_state()
+    module.eval()
+    return drawn
+
+
+def draws_in_training(module: nn.Module, given: tuple[Tensor, ...]) -> bool:
+    """Whether a call in training draws random numbers.
+
+    Raises:
+        ValueError: If another one does, too.
+    """
+    with untouched_generators(seed=0):
+        nothing = generator_state()
+    if generators_after(module, (), given) != nothing:
+        raise ValueError("it draws random numbers in evaluation, too")
+    return generators_after(module, module.modules(), given) != nothing
 
 
 class _Results(TorchFunctionMode):
@@ -68,27 +105,37 @@ class _Results(TorchFunctionMode):
                 self._made.append(weakref.ref(leaf))
         return result
 
-    def num_alive(self) -> int:
-        """Return how many there are, of those that no graph of autograd and no cycle holds."""
+    def num_alive(self, beside: Iterable[Tensor]) -> int:
+        """Return how many there are beside some, and that no graph of autograd or cycle holds."""
         gc.collect()
-        return sum(each() is not None for each in self._made)
+        known = {id(tensor) for tensor in beside}
+        alive = (each() for each in self._made)
+        return sum(each is not None and id(each) not in known for each in alive)
 
 
-def _kept(module: nn.Module) -> list[Any]:
-    """Return what a module keeps from call to call: tensors, numbers, and lengths of lists."""
-    kept = [*module.buffers(), *(tensor for *_, tensor in tensors_in_attributes(module))]
-    values = [value for each in module.modules() for value in vars(each).values()]
+def kept(module: nn.Module, *, beside: Collection[nn.Module] = ()) -> list[Any]:
+    """Return what a module keeps from call to call: tensors, numbers, and lengths of lists.
+
+    And what those in it keep that are not ``beside``.
+    """
+    named = {fqn: each for fqn, each in module.named_modules() if each not in beside}
+    held = [buffer for each in named.values() for buffer in each.buffers(recurse=False)]
+    held += [tensor for fqn, _, tensor in tensors_in_attributes(module) if fqn in named]
+    values = [value for each in named.values() for value in vars(each).values()]
     numbers = [value for value in values if isinstance(value, int | float)]
     lists = [len(value) for value in values if isinstance(value, list | dict)]
-    return [*(tensor.detach().clone() for tensor in kept), [*numbers, *lists]]
+    return [*(tensor.detach().clone() for tensor in held), [*numbers, *lists]]
 
 
-def _same(before: list[Any], after: list[Any]) -> bool:
+def same(before: list[Any], after: list[Any]) -> bool:
+    """Whether what was kept is, but for rounding, what is kept."""
     *tensors, numbers = before
     *tensors_after, numbers_after = after
-    if numbers != numbers_after or len(tensors) != len(tensors_after):
+    if len(tensors) != len(tensors_after) or len(numbers) != len(numbers_after):
         return False
-    return all(map(torch.equal, tensors, tensors_after))
+    return all(map(math.isclose, numbers, numbers_after)) and all(
+        map(close, tensors_after, tensors)
+    )
 
 
 def numbers_outside(module: nn.Module) -> list[Any]:

@@ -7,19 +7,23 @@ of them are exchanged at once. In the second pass experts return what came back,
 own code weights it and adds it up, in its own order. Gradients of rows go through the first pass,
 those of weights through the second. What the module calls before its first expert, a router for
 one, runs in the first pass, and gives the second one the same tensors; what it calls after its
-last one ends the first pass. Hooks run once therefore.
+last one ends the first pass. Hooks run once therefore. Of what runs in both, buffers and
+attributes are those of the second pass, which draws the random numbers of the first once more.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from .expert_draws import Back, mark
+from .kept_aside import kept_aside
 
 CallsOf = list[list[Tensor]]  # of every expert, what it is called with, or what it made of that
 
@@ -35,6 +39,8 @@ class ListedExperts:
         last: Its children that it calls after the last expert only.
         width: Features of a row that an expert is called with; None for those of the module's own.
         made_width: Features of what it makes of one; None for as many.
+        draws: Whether forward itself draws random numbers.
+        experts_draw: Whether experts do.
     """
 
     fqn: str
@@ -43,6 +49,8 @@ class ListedExperts:
     last: frozenset[str] = frozenset()
     width: int | None = None
     made_width: int | None = None
+    draws: bool = False
+    experts_draw: bool = False
 
     @property
     def num_experts(self) -> int:
@@ -97,22 +105,32 @@ class FirstPass:
 
     Attributes:
         calls: Of every expert, the rows of each call.
-        kept: Of every child, what it returned before the first expert was called.
+        kept: Of every child, what it returned before the first expert was called, and what has
+            generators be where it left them.
+        back: Has generators be where they were.
     """
 
     calls: CallsOf
-    kept: dict[str, deque[Any]] = field(default_factory=dict[str, "deque[Any]"])
+    kept: dict[str, deque[tuple[Any, Back]]] = field(
+        default_factory=dict[str, "deque[tuple[Any, Back]]"]
+    )
+    back: Back = lambda: None
 
 
 def first_pass(
     module: nn.Module,
     forward: Callable[..., Any],
     experts: ListedExperts,
-    *args: Any,
-    **kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mark: Callable[[], Back] = mark,
 ) -> FirstPass:
-    """Run a module with placeholders that note what its experts are called with."""
-    noted = FirstPass([[] for _ in experts.names])
+    """Run a module with placeholders that note what its experts are called with.
+
+    ``mark`` returns what has it draw once more what it draws from now on.
+    """
+    here: Callable[[], Back] = mark if experts.draws else lambda: lambda: None
+    noted = FirstPass([[] for _ in experts.names], back=here())
     is_called = False
 
     def called(index: int) -> Callable[..., Tensor]:
@@ -131,9 +149,11 @@ def first_pass(
         def run(*given: Any, **named: Any) -> Any:
             if is_called and name in experts.last:
                 raise _AllCalled
+            if is_called:
+                with kept_aside(child.modules()):
+                    return child(*given, **named)
             made = child(*given, **named)
-            if not is_called:
-                noted.kept.setdefault(name, deque()).append(made)
+            noted.kept.setdefault(name, deque()).append((made, here()))
             return made
 
         return run
@@ -142,6 +162,7 @@ def first_pass(
     with (
         _in_place_of_experts(module, experts, placeholders),
         _children(module, experts, watched),
+        kept_aside([module]),
         contextlib.suppress(_AllCalled),
     ):
         forward(*args, **kwargs)
@@ -153,8 +174,8 @@ def second_pass(
     forward: Callable[..., Any],
     experts: ListedExperts,
     noted: FirstPass,
-    *args: Any,
-    **kwargs: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> Any:
     """Run a module that calls experts again, which return what they made of the rows noted."""
 
@@ -162,10 +183,15 @@ def second_pass(
         kept = noted.kept.get(name, deque())
 
         def run(*given: Any, **named: Any) -> Any:
-            return kept.popleft() if kept else child(*given, **named)
+            if not kept:
+                return child(*given, **named)
+            made, back = kept.popleft()
+            back()
+            return made
 
         return run
 
+    noted.back()
     with _children(module, experts, again):
         return forward(*args, **kwargs)
 
@@ -219,7 +245,7 @@ class PlayedBack:
         if made is None or made.shape[:-1] != rows.shape[:-1]:
             raise ValueError(
                 f"{self._fqn!r} calls experts with other rows when it runs a second time; with "
-                "expert_parallel its forward is a function of its inputs, so draw no random "
-                "numbers in it and keep nothing from call to call"
+                "expert_parallel its forward is a function of its inputs, random numbers and what "
+                "it keeps in its buffers and attributes"
             )
         return made

@@ -25,7 +25,7 @@ from vescale_parallel._cross_replica.small_batches import some_rows, within
 from vescale_parallel._model.copies import deep_copied, plain
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.inputs import children_of, map_children
-from vescale_parallel._model.random_copies import InDouble
+from vescale_parallel._model.random_copies import InDouble, scaled_copy
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError
@@ -39,6 +39,7 @@ from .predict import (
     Noted,
     cuts_of_example,
     drawn_by_shape,
+    scopes_apart,
     scopes_of,
     scopes_of_unknown,
 )
@@ -90,7 +91,7 @@ class DrawForms:
         key = self._guard.latest or self._guard.key(model, args, kwargs)
         if key not in self._known:
             found = self._find(model, args, kwargs, num_rows)
-            scopes = None if found is None else scopes_of(found)
+            scopes = None if found is None else scopes_of(found) | scopes_apart(found, model)
             self._known[key] = KnownDraws(scopes=scopes, otherwise=lambda: self._scopes_of_example)
         return self._known[key]
 
@@ -114,10 +115,10 @@ class DrawForms:
         return _agreed(self._exchange(found))
 
     def _cuts(self, model: nn.Module, given: Given, num_rows: int) -> Cuts:
-        once, twice = _batches(given, num_rows)
+        once, twice, others = _batches(given, num_rows)
         if not self._has_parts:
-            twice = once  # where the rows are does not matter
-        noted = self._noted(model, once, twice)
+            twice = others = once  # where the rows are does not matter
+        noted = self._noted(model, once, twice, others)
         cuts = noted.cuts(self._sharding)
         folded = [key for key, cut in cuts.items() if noted.is_folded(key, cut, _NUM_ROWS)]
         alone = {
@@ -129,7 +130,7 @@ class DrawForms:
             return alone
         return alone | self._ordered(model, once, twice, {key: cuts[key] for key in folded})
 
-    def _noted(self, model: nn.Module, once: Given, twice: Given) -> Noted:
+    def _noted(self, model: nn.Module, once: Given, twice: Given, others: Given) -> Noted:
         whole = self._guard.whole
         if whole is None:
             raise RowCheckError(f"{type(model).__name__} cannot be copied")
@@ -147,7 +148,10 @@ class DrawForms:
         many = None if is_scaled_down else draws_with_values(subject, twice)
         if few is None or many is None:
             raise RowCheckError("it cannot be run")
-        return Noted(few, many, few)
+        # Routers pick otherwise of other rows, and by weights of another sign.
+        runs = ((subject, others), *((scaled_copy(subject, x), twice) for x in (-1.0, -0.5)))
+        seen = (draws_with_values(each, batch) for each, batch in runs if twice is not once)
+        return Noted(few, many, few, [each for each in seen if each is not None])
 
     def _ordered(
         self, model: nn.Module, once: Given, twice: Given, folded: Cuts
@@ -189,13 +193,13 @@ def _agreed(ranks: Sequence[Cuts | None]) -> Cuts | None:
     }
 
 
-def _batches(given: Given, num_rows: int) -> tuple[Given, Given]:
-    """Return a batch of a few rows, and one of all of them twice."""
+def _batches(given: Given, num_rows: int) -> tuple[Given, Given, Given]:
+    """Return a batch of a few rows, one of all of them twice, and one of them and others."""
     whole, half, _ = some_rows(given, num_rows, uneven=False)
     pairs = zip(pytree.tree_leaves(whole), pytree.tree_leaves(half), strict=False)
     if not any(isinstance(w, Tensor) and w.shape != h.shape for w, h in pairs):
         raise RowCheckError("no tensor is given that has rows")
-    return half, _doubled(whole, half)
+    return half, _doubled(whole, half), whole
 
 
 def _doubled(whole: Any, half: Any) -> Any:

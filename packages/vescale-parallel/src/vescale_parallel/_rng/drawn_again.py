@@ -5,28 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
 from vescale_parallel._trace.generators import (
+    GeneratorStates as GeneratorStates,
     States,
     python_and_numpy_as,
-    set_generators,
     states_of_generators,
 )
-
-
-class GeneratorStates:
-    """The states of the generators that forward draws from, now."""
-
-    def __init__(self) -> None:
-        self._host = states_of_generators()
-        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-
-    def put_back(self) -> None:
-        """Have the generators be there again."""
-        set_generators(self._host)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
 
 
 class PythonAndNumpy:

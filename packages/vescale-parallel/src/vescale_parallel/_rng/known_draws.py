@@ -29,6 +29,7 @@ class ShardedDraw:
             Cuts are compared without it.
         extents: What of the sequence, or of heads, a rank has of those that share sequences,
             by dim.
+        of_values: Whether its shape is as values are: of rows that a router picks, for example.
     """
 
     rows: int | None = None
@@ -38,6 +39,7 @@ class ShardedDraw:
     alone: bool = False
     order: NotedOrder | None = field(default=None, compare=False)
     extents: Mapping[int, Extent] = field(default_factory=dict[int, Extent], compare=False)
+    of_values: bool = False
 
 
 def part_of_draw(placement: Shard | InterleavedShard | None) -> dict[str, Any]:
@@ -49,6 +51,8 @@ def part_of_draw(placement: Shard | InterleavedShard | None) -> dict[str, Any]:
 
 def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | None:
     """Return what is known of two draws alike."""
+    if any(each is not None and each.of_values for each in (one, other)):
+        return ShardedDraw(of_values=True)
     if one is None or other is None or one != other:
         return None
     return one if one.order == other.order else replace(one, order=None)
@@ -73,11 +77,13 @@ class Scope:
         parts: How tensor-parallel ranks hold parts, by the number of the draw, where nothing else
             is known.
         is_region: Whether draws that are not in ``cuts`` may be of cut activations.
+        is_apart: Whether it, and what is in it, draws from a stream of this rank's own.
     """
 
     cuts: Sequence[ShardedDraw | None] = ()
     parts: Mapping[int, Shard | InterleavedShard]
     is_region: bool = False
+    is_apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

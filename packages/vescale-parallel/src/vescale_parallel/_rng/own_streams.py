@@ -1,6 +1,6 @@
-"""Random numbers of pipelines where it is not known how many there are: of streams of their own.
+"""Random numbers of which it is not known where they are in those of one device.
 
-Each stage then draws from one, and each replica.
+Each rank draws them from a stream of its own; in pipelines each stage does, and each replica.
 """
 
 from __future__ import annotations
@@ -16,6 +16,30 @@ from vescale_dtensor import named_failures
 from vescale_parallel._mesh.mesh import DATA_AXES, axis_rank, axis_size
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._trace.generators import forked_generators, generator_state
+
+from .known_draws import Place, ShardedDraw
+
+
+@contextlib.contextmanager
+def own_stream(position: int) -> Iterator[None]:
+    """Draw from a stream that one number of the default generator seeds, and a position.
+
+    The default generator stays the same on all ranks that draw alike from it.
+    """
+    seed = int(torch.randint(2**62, ()))
+    with forked_generators(seed + position, cuda=torch.cuda.is_available()):
+        yield
+
+
+def own_position(place: Place, cut: ShardedDraw | None, num_slices: int, part: int) -> int:
+    """Return a number that ranks have alike if they hold the same of what is drawn.
+
+    ``part`` is this rank's of ``num_slices`` of a sequence.
+    """
+    position = place.part_of_batch if cut is None or cut.rows is not None else 0
+    if cut is not None and cut.part is not None:
+        position = position * place.tp_size + place.tp_rank
+    return position * num_slices + part
 
 
 class OwnStreams:

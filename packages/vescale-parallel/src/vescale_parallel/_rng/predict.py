@@ -6,6 +6,7 @@ several tensor-parallel ranks is cut over these.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,11 +66,15 @@ def cuts_of_example(
 
 @dataclass(frozen=True)
 class Noted:
-    """The draws of a model, of some rows, of twice as many, and of a tensor-parallel rank."""
+    """The draws of a model, of some rows, of these twice, and of a tensor-parallel rank.
+
+    And in runs on as many rows in which other values may decide what is drawn.
+    """
 
     once: Sequence[NotedDraw]
     twice: Sequence[NotedDraw]
     part: Sequence[NotedDraw]
+    others: Sequence[Sequence[NotedDraw]] = ()
 
     def cuts(self, sharding: TensorSharding) -> dict[Draw, ShardedDraw | None]:
         """Return which dims are cut by (module FQN, number of the draw within a call).
@@ -85,7 +90,14 @@ class Noted:
             elif found is not None and found.part is not None:
                 found = _in_blocks(found, sharding, key[0])
             cuts[key] = found
-        return cuts
+        return cuts | dict.fromkeys(self._of_values(), ShardedDraw(of_values=True))
+
+    def _of_values(self) -> set[Draw]:
+        """Return the draws of modules whose draws are others where rows have other values."""
+        runs = [{(d.fqn, d.call, d.index, d.shape) for d in x} for x in (self.twice, *self.others)]
+        kinds = {generalize(fqn) for run in runs for fqn, *_ in run ^ runs[0]}
+        drawn = [d for each in (self.once, self.twice, *self.others) for d in each]
+        return {(d.fqn, d.index) for d in drawn if generalize(d.fqn) in kinds}
 
     def is_folded(self, draw: Draw, cut: ShardedDraw | None, num_rows: int) -> bool:
         """Whether rows share their dim with something else, of ``num_rows`` rows."""
@@ -143,6 +155,8 @@ def scopes_of(found: Mapping[Draw, ShardedDraw | None]) -> dict[str, Scope]:
     """Return the modules that draw, and what is known of it."""
     by_module: dict[str, list[ShardedDraw | None]] = {}
     for (fqn, _), cut in sorted(found.items(), key=lambda item: item[0]):
+        if cut is not None and cut.of_values:
+            cut = None
         by_module.setdefault(fqn, []).append(cut)
     return {
         fqn: Scope(
@@ -152,6 +166,36 @@ def scopes_of(found: Mapping[Draw, ShardedDraw | None]) -> dict[str, Scope]:
         )
         for fqn, cuts in by_module.items()
     }
+
+
+def scopes_apart(found: Mapping[Draw, ShardedDraw | None], model: nn.Module) -> dict[str, Scope]:
+    """Return the modules in which values decide what is drawn, as ranks call them alike.
+
+    That is what has a list of modules that draw so, and what calls another one, within its block.
+    """
+    blocks = [each for each in blocks_of(model) if not _is_beside_router(each, model)]
+    names = set[str]()
+    for (fqn, _), cut in found.items():
+        if cut is None or not cut.of_values:
+            continue
+        block = max((b for b in blocks if f"{fqn}.".startswith(f"{b}.")), key=len, default="")
+        inside = fqn.removeprefix(block).strip(".").split(".")
+        paths = [".".join(filter(None, (block, *inside[:end]))) for end in range(len(inside))]
+        held = (
+            above
+            for above, path in itertools.pairwise((*paths, fqn))
+            if isinstance(model.get_submodule(path), nn.ModuleList | nn.ModuleDict)
+        )
+        names.add(next(held, paths[-1]))
+    return {name: Scope(parts={}, is_apart=True) for name in names}
+
+
+def _is_beside_router(block: str, model: nn.Module) -> bool:
+    """Whether a block may be one of experts: beside its list is a parameter with a dim of each."""
+    stack = _parent(block)
+    held, owner = model.get_submodule(stack), model.get_submodule(_parent(stack))
+    inside = {id(p) for p in held.parameters()}
+    return any(len(held._modules) in p.shape for p in owner.parameters() if id(p) not in inside)
 
 
 def scopes_of_unknown(spec: ShardingSpec, model: nn.Module) -> dict[str, Scope]:

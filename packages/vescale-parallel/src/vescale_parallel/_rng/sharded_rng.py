@@ -36,8 +36,8 @@ from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.own_code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._torch_private import is_in_backward
-from vescale_parallel._trace.generators import forked_generators, generator_state
+from vescale_parallel._torch_private import is_in_backward, pytree
+from vescale_parallel._trace.generators import GeneratorStates, generator_state
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order
 
@@ -54,10 +54,10 @@ from .known_draws import (
     mark,
     part_of_draw,
 )
+from .own_streams import own_position, own_stream
 from .part_of_whole import DrawsOfRank
+from .whole_masks import dropout_of_whole
 
-# Elements of a dropout's whole mask up to which a GPU makes all of it and keeps its part.
-_WHOLE_MASK_NUMEL = 1 << 27
 # Of a module of which nothing is known but that it draws.
 _UNSEEN = Scope(parts={})
 
@@ -170,6 +170,11 @@ class ShardedRng:
         self, forward: Callable[..., Any], fqn: str, drawn: ModuleDraws, compiled: bool
     ) -> Callable[..., Any]:
         def draw(scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if scope.is_apart:
+                # Tensors of the batch of all ranks draw what one device draws.
+                is_whole = any(isinstance(x, DTensor) for x in pytree.tree_leaves((args, kwargs)))
+                with contextlib.nullcontext() if is_whole else self._apart(fqn):
+                    return forward(*args, **kwargs)
             with _Drawing(self, fqn, scope) as mode:
                 if not has_empty(args, kwargs):
                     return forward(*args, **kwargs)
@@ -231,7 +236,11 @@ class ShardedRng:
                 "it draws others than one device would, from a stream of its own. A sharding plan "
                 f"can say how they are cut: '{at}': 'Shard(d)'",
             )
-            return self._draw_own(func, args, kwargs, cut, is_sliced=is_sliced)
+            ranks = (
+                (self._sliced.size, self._sliced.rank) if self._sliced and is_sliced else (1, 0)
+            )
+            with own_stream(own_position(self._place, cut, *ranks)):
+                return func(*args, **kwargs)
         finally:
             self.is_drawing = False
 
@@ -250,10 +259,22 @@ class ShardedRng:
                 "a rank has; use context_parallel.method 'all_to_all', or set it to 0"
             )
         draws = self._draws(stack_of(fqn))
-        return AttentionMasks(draws, cut, rate, len(shape), self._counting_for_none)
+        return AttentionMasks(draws, cut, rate, len(shape), self.undivided)
+
+    def mark(self) -> Callable[[], None]:
+        """Return what has modules that run draw once more what they draw from now on."""
+        states, running = GeneratorStates(), [(mode, mode.count) for mode in self.running]
+
+        def back() -> None:
+            states.put_back()
+            for mode, count in running:
+                mode.count = count
+
+        return back
 
     @contextlib.contextmanager
-    def _counting_for_none(self) -> Iterator[None]:
+    def undivided(self) -> Iterator[None]:
+        """Have modules draw as if this rank were alone; that counts for no module."""
         held, self.is_drawing = self.is_drawing, True
         try:
             yield
@@ -306,57 +327,27 @@ class ShardedRng:
         stack: str,
     ) -> Any:
         if func is torch.ops.aten.native_dropout.default and args[0].device.type != "cpu":
-            return self._dropout_of_whole(args, cut, stack)
+            return dropout_of_whole(args[0], args[1], lambda x: self._draws(stack).part(x, cut))
 
         def fill(how: RandomOperator, out: Tensor) -> None:
             self._draws(stack).part(out, cut).draw(how.fill, kwargs.get("generator"))
 
         return draw_with(fill, func, args, kwargs)
 
-    def _dropout_of_whole(self, args: tuple[Any, ...], cut: ShardedDraw, stack: str) -> Any:
-        """Keep this rank's part of the mask that a kernel of its own makes for the whole."""
-        x, p = args[:2]
-        mask = torch.empty_like(x, dtype=torch.bool)
-        part = self._draws(stack).part(mask, cut)
-        if math.prod(part.shape) > _WHOLE_MASK_NUMEL:
-            raise NotImplementedError("the whole mask is too large")
-        ones = torch.empty_strided(part.shape, part.strides, dtype=x.dtype, device=x.device)
-        whole = torch.ops.aten.native_dropout(ones.fill_(1), p, True)[1]
-        for held in part.boxes:
-            held.of(part.here).copy_(whole[held.box.slices])
-        if p == 1:
-            return torch.zeros_like(x), mask
-        # In the precision of the kernel, which divides float32 for half precision.
-        scale = torch.ones((), dtype=torch.promote_types(x.dtype, torch.float32)) / (1.0 - p)
-        return x * mask * scale.item(), mask
-
     def _draws(self, stack: str) -> DrawsOfRank:
         return DrawsOfRank(self._place, self._now.num_rows, self._lengths.get(stack, 0))
 
-    def _draw_own(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        cut: ShardedDraw | None,
-        *,
-        is_sliced: bool,
-    ) -> Any:
-        """Draw from a stream of this rank; ranks that hold the same draw the same.
-
-        The stream is seeded by one number of the default generator, which stays the same on
-        all ranks.
-        """
-        place, position = self._place, 0
-        if cut is None or cut.rows is not None:
-            position = place.part_of_batch
-        if cut is not None and cut.part is not None:
-            position = position * place.tp_size + place.tp_rank
-        if is_sliced and self._sliced is not None:
-            position = position * self._sliced.size + self._sliced.rank
-        seed = int(torch.randint(2**62, ()))
-        with forked_generators(seed + position, cuda=torch.cuda.is_available()):
-            return func(*args, **kwargs)
+    @contextlib.contextmanager
+    def _apart(self, fqn: str) -> Iterator[None]:
+        """Draw from a stream of this rank's own in a module, of which ranks draw unequally."""
+        self._warn_once(
+            fqn,
+            f"values decide how many random numbers {fqn!r} draws (for rows that a router picks, "
+            "for example), so each rank draws others than one device would, from a stream of its "
+            "own",
+        )
+        with self.undivided(), own_stream(self._place.part_of_batch):
+            yield
 
     def _warn_once(self, at: str, message: str) -> None:
         if at not in self._warned:
@@ -370,7 +361,7 @@ class _Drawing(DrawMode):
     def __init__(self, rng: ShardedRng, fqn: str, scope: Scope) -> None:
         super().__init__()
         self._rng, self._fqn, self._scope = rng, fqn, scope
-        self._count = 0
+        self.count = 0
 
     def __enter__(self) -> Any:
         self._rng.running.append(self)
@@ -382,14 +373,14 @@ class _Drawing(DrawMode):
 
     def skip(self, fqn: str) -> bool:
         """Count a draw that is made otherwise; return whether it is of this module."""
-        self._count += fqn == self._fqn
+        self.count += fqn == self._fqn
         return fqn == self._fqn
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self._rng.is_drawing:  # what an enclosing module draws its part with
             return func(*args, **kwargs)
-        index, self._count = self._count, self._count + 1
+        index, self.count = self.count, self.count + 1
         return self._rng.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
 
 

@@ -60,6 +60,20 @@ def set_generators(states: States) -> None:
         numpy.random.set_state(states.numpy)
 
 
+class GeneratorStates:
+    """The states of the generators that forward draws from, now."""
+
+    def __init__(self) -> None:
+        self._host = states_of_generators()
+        self._cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+
+    def put_back(self) -> None:
+        """Have the generators be there again."""
+        set_generators(self._host)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._cuda)
+
+
 @contextlib.contextmanager
 def python_and_numpy_as(states: States) -> Iterator[None]:
     """Have Python's generator and NumPy's draw what they drew behind some states."""
