@@ -288,3 +288,34 @@ class Listed(nn.Module):
 def listed(run: Run) -> None:
     model, optimizer = run.start(Listed())
     loop(run, model, optimizer)
+
+
+class InPlace(nn.Module):
+    """A block that begins and ends by writing to what it is given, to save memory."""
+
+    def __init__(self, *norm: nn.Module) -> None:
+        super().__init__()
+        self.up = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), *norm)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(x)
+        y = self.down(self.relu(self.up(x)))
+        y += x
+        return y
+
+
+def written_in_place(run: Run) -> None:
+    model = Plain()
+    model.blocks = nn.ModuleList(InPlace() for _ in range(4))
+    run.train(model)
+
+
+def normalized_and_written_in_place(run: Run) -> None:
+    """As in ResNets and U-Nets: batch norm, and an activation that writes to its result."""
+    model = Plain()
+    model.blocks = nn.ModuleList(InPlace(nn.BatchNorm1d(2 * WIDTH)) for _ in range(2))
+    run.train(model)
+    for buffer in model.buffers():
+        run.keep(buffer)

@@ -39,7 +39,7 @@ RIGHT: list[Program] = [
     optimizers.unfrozen_in_steps, optimizers.scheduled_by_two, optimizers.averaged_by_torch,
     models.copied, optimizers.averaged_model, gradients.backward_to_parameters,
     gradients.backward_to_some, gradients.backward_to_some_then_all, gradients.gradients_by_grad,
-    gradients.gradients_of_two_losses, gradients.asked_with_hooks,
+    gradients.gradients_of_two_losses, gradients.asked_with_hooks, models.written_in_place,
 ]  # fmt: skip
 RIGHT_WITHOUT_PIPELINE: list[Program] = [
     loops.twice, models.recurrent, models.paired, models.normed_by_hooks,
@@ -50,6 +50,7 @@ RIGHT_WITHOUT_PIPELINE: list[Program] = [
 RIGHT_ON_ROWS: list[Program] = [
     optimizers.statistics_anew,
     optimizers.statistics_of_an_average,
+    models.normalized_and_written_in_place,
 ]
 REFUSED: dict[str, tuple[Program, str]] = {
     "lbfgs": (

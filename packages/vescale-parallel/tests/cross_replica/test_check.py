@@ -107,6 +107,12 @@ def test_rows_meet_in_batch_norm_while_training_only() -> None:
     assert not coupling(model.eval(), torch.randn(6, 4)).regions
 
 
+def test_rows_meet_in_batch_norm_only_before_a_module_that_writes_in_place() -> None:
+    norm = nn.BatchNorm1d(4)
+    model = nn.Sequential(nn.Linear(4, 4), norm, nn.ReLU(inplace=True), nn.Linear(4, 2))
+    assert [*coupling(model, torch.randn(6, 4)).regions] == ["1"]
+
+
 class Weighted(nn.Module):
     """Weighs a mean by a parameter and adds decay; ``of_data`` weighs by something of the rows."""
 

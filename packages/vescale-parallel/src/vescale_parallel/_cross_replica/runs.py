@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._loss.token_mean import TokenMeans
-from vescale_parallel._model.copies import snapshot, tensors_in_attributes
+from vescale_parallel._model.copies import snapshot, tensors_in_attributes, writable
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
@@ -255,9 +255,12 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
 
 def _copied(tree: Any) -> Any:
     """Copy tensors, and objects that a module may change: the caller's caches stay as they are."""
-    return pytree.tree_map_only(
-        Tensor, lambda x: x.detach().clone().requires_grad_(x.requires_grad), snapshot(tree)
-    )
+    return pytree.tree_map_only(Tensor, _copied_tensor, snapshot(tree))
+
+
+def _copied_tensor(x: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return writable(x.detach().clone().requires_grad_(x.requires_grad))
 
 
 @contextmanager

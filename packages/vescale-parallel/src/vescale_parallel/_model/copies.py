@@ -191,6 +191,14 @@ def _is_filled(cell: types.CellType) -> bool:
         return False
 
 
+def writable(leaf: Tensor) -> Tensor:
+    """Return a tensor's own memory for code that writes in place, as ``nn.ReLU(inplace=True)``.
+
+    Autograd lets no one write to a leaf that needs a gradient, nor to a view of one.
+    """
+    return torch.ops.aten._unsafe_view(leaf, leaf.shape) if leaf.requires_grad else leaf
+
+
 def snapshot(tree: Any) -> Any:
     """Copy the containers of a tree, and objects that a module might change: caches."""
     return pytree.tree_map(_copied_leaf, tree)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
 from vescale_parallel._loss.output import is_loss
-from vescale_parallel._model.copies import copied_without_hooks, meta_parameter, on_meta
+from vescale_parallel._model.copies import copied_without_hooks, meta_parameter, on_meta, writable
 from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
@@ -111,7 +111,7 @@ def _run_all(
         last = stage == stages.num_stages - 1
         takes, sends = cuts.get(start, ()) if stage else (), cuts.get(end, ())
         received = [torch.zeros_like(x).detach() for x in sent]
-        given = [x.requires_grad_(x.is_floating_point()).view_as(x) for x in received]
+        given = [writable(x.requires_grad_(x.is_floating_point())) for x in received]
         staging.run = StageRun(stage, start, end, last, lambda _, x=given: x, takes, sends)
         # As in the runtime: the first stage needs none.
         Placeholder.usable = stage > 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from vescale_parallel._model.copies import copied_object, discard
+from vescale_parallel._model.copies import copied_object, discard, writable
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.apply import install
@@ -213,7 +213,7 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
         for x in given.inputs
     ]
     args, kwargs = pytree.tree_unflatten(
-        [x if isinstance(x, Tensor) else copied_object(x) for x in inputs], given.spec
+        [writable(x) if isinstance(x, Tensor) else copied_object(x) for x in inputs], given.spec
     )
     # Caches and the like hold nothing that was computed without values.
     chance = contextlib.nullcontext() if with_chance else WithoutChance()

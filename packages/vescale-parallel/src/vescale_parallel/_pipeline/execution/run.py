@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from vescale_dtensor import own_list, profiler_range
+from vescale_parallel._model.copies import writable
 from vescale_parallel._pipeline.schedules import Action
 from vescale_parallel._pipeline.schedules.messages import (
     Await,
@@ -194,7 +195,7 @@ class Execution:
                 if has_grad:
                     received.append(tensor.requires_grad_())
                 # A new tensor, so that a block may write to its input in place.
-                given.append(tensor.view_as(tensor))
+                given.append(writable(tensor) if has_grad else tensor.view_as(tensor))
             return given
 
         stage, microbatch = action.stage, action.microbatch
