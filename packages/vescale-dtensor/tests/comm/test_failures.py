@@ -186,7 +186,7 @@ def _lose_the_connection(other: str) -> str:
     """Return what rank 1 is told, whose connection rank 0 closes a second before it says why."""
     for _ in range(2):  # after the first, ranks take back what they told in tests before this
         all_reduce(torch.ones(3), _group())
-    everybody = SimpleNamespace(group=None)
+    everybody: Any = SimpleNamespace(group=None)
     try:
         if dist.get_rank() == 1:
             with named_failures(of=Collective("all_reduce", everybody, lambda _: "dp")):
