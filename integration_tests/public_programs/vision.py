@@ -43,7 +43,6 @@ TIMM = Program(
     edits=(
         after(
             "device = utils.init_distributed_device(args)",
-            "args.output = f'output/{args.rank}'",
             "args.distributed, args.rank, args.world_size = False, 0, 1",
         ),
         before(
@@ -82,8 +81,8 @@ TIMM = Program(
     plans=(DP, ZERO3, TP, PP),
     local_losses=True,
     note="Its task, its optimizer and its loader stay; the prefetcher, which makes batches on a "
-    "GPU, is off. Every rank writes to a folder of its own. Compared without augmentation "
-    "(`--no-aug`): ranks fetch their own rows only, so they draw other crops than one device.",
+    "GPU, is off. Compared without augmentation (`--no-aug`): ranks fetch their own rows only, so "
+    "they draw other crops than one device.",
 )
 
 PROGRAMS = (VIT, TIMM)
