@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import multiprocessing
 import os
@@ -221,13 +222,11 @@ def calibrated() -> Cluster:
 
 
 def prices(model: str, num_ranks: int, cluster: Cluster) -> list[Priced]:
-    """Return the plans of the space that the planner finds legal, priced."""
+    """Return the plans of the space, priced; that they are legal is seen as they are trained."""
     built = MODELS[model]()
     found: list[Priced] = []
     for kind in space(num_ranks):
-        constraints = {**kind, "batch.global_size": ROWS}
-        plan = _sharded(model, kind[TP])
-        plan = with_constraints(plan, constraints)
+        plan = with_constraints(_sharded(model, kind[TP]), {**kind, "batch.global_size": ROWS})
         rows = rows_of(model, ROWS // kind[DP])
         price = predict(built, plan, cluster, example_batch=rows)
         name = ", ".join(f"{SHORT.get(key, key)} {value}" for key, value in kind.items())
@@ -236,6 +235,7 @@ def prices(model: str, num_ranks: int, cluster: Cluster) -> list[Priced]:
     return found
 
 
+@functools.cache
 def _sharded(model: str, size: int) -> ParallelPlan:
     """Return a plan of so many tensor-parallel ranks, with the layers that the planner shards."""
     if size == 1:
