@@ -194,9 +194,13 @@ def _is_filled(cell: types.CellType) -> bool:
 def writable(leaf: Tensor) -> Tensor:
     """Return a tensor's own memory for code that writes in place, as ``nn.ReLU(inplace=True)``.
 
-    Autograd lets no one write to a leaf that needs a gradient, nor to a view of one.
+    Autograd lets no one write to a leaf that needs a gradient, nor to a view of one. The result
+    needs a gradient as the leaf does, under ``no_grad`` too.
     """
-    return torch.ops.aten._unsafe_view(leaf, leaf.shape) if leaf.requires_grad else leaf
+    if not leaf.requires_grad:
+        return leaf
+    with torch.enable_grad():
+        return torch.ops.aten._unsafe_view(leaf, leaf.shape)
 
 
 def snapshot(tree: Any) -> Any:
