@@ -278,7 +278,7 @@ def trained(model: str, plan: str) -> Callable[[], None]:
     parsed = ParallelPlan.from_json(plan)
     built = vescale.parallelize(parsed, MODELS[model]())
     rows = ROWS // parsed.data_parallel.size
-    first = rows * (dist.get_rank() * parsed.data_parallel.size // dist.get_world_size())
+    first = rows * vescale.data_parallel_rank(built)
     batch = {name: whole[first : first + rows] for name, whole in rows_of(model, ROWS).items()}
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-4)
 
