@@ -58,6 +58,7 @@ from ._comm.profiling import (
     profiler_range as profiler_range,
 )
 from ._comm.waiting import abandon as abandon, while_waiting as while_waiting
+from ._compiler import leave_uncompiled as leave_uncompiled
 from ._debug.comm_counter import CommCounter as CommCounter
 from ._debug.explain import Explanation as Explanation, Operation as Operation, explain as explain
 from ._debug.forbid_gathers import (
@@ -135,6 +136,7 @@ __all__ = [
     "full",
     "is_sharded",
     "layout_text",
+    "leave_uncompiled",
     "listening_to_ranges",
     "local_boxes",
     "local_shape",
@@ -163,3 +165,5 @@ __all__ = [
 
 register_rules()
 register_with_torch()
+
+leave_uncompiled(__name__)

@@ -5,6 +5,7 @@ A version of torch that lacks one fails here, at import. All are there in 2.11 a
 
 from __future__ import annotations
 
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -76,6 +77,9 @@ new_dtensor: Any = torch.Tensor._dtensor__new__  # pyright: ignore[reportAttribu
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass  # pyright: ignore[reportAttributeAccessIssue]
 
 
+# Says of code what torch.compile does where it is called; it does not import the compiler.
+_eval_frame: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+
 _exclude_key: Any = torch._C._SetExcludeDispatchKeyGuard  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -131,6 +135,17 @@ def real_mesh(mesh: Any) -> DeviceMesh:
     return maybe_unwrap_fake_script_object(mesh)
 
 
+# What torch.compile does with a frame, and with those that it calls; in torch 2.11 to 2.15.
+_NO_PROGRAM = _eval_frame._FrameExecStrategy(
+    _eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT
+)
+
+
+def skip_frame(code: CodeType) -> None:
+    """Have torch.compile begin no program in frames of this code. What they call, it may."""
+    _eval_frame.set_code_exec_strategy(code, _NO_PROGRAM)
+
+
 def is_profiler_enabled() -> bool:
     """Return whether a profiler of torch records now.
 
@@ -171,4 +186,5 @@ __all__ = [
     "real_mesh",
     "seeing_lazy_bits",
     "share_storage",
+    "skip_frame",
 ]

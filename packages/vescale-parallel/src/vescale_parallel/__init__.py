@@ -22,6 +22,8 @@ What is promised is in ``__all__``. The other names are what vescale-planner nee
 would run; they change together with it, in any version.
 """
 
+from vescale_dtensor import leave_uncompiled
+
 from ._auto_sharding.invariant import propose_in_chunks as propose_in_chunks
 from ._auto_sharding.place_collectives import ShardingProposal as ShardingProposal
 from ._auto_sharding.policies import (
@@ -136,3 +138,5 @@ __all__ = [
     "tensor_parallel_plan",
     "with_constraints",
 ]
+
+leave_uncompiled(__name__)

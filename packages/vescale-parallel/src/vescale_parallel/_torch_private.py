@@ -75,6 +75,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "as_written",
     "backward_pass",
     "backward_within_modes",
     "call_after_backward",
@@ -93,6 +94,7 @@ __all__ = [
     "group_timeout",
     "is_dynamo_error",
     "is_in_backward",
+    "is_in_compiled_function",
     "is_transformed",
     "keeps_graph",
     "loss_kernels",
@@ -288,6 +290,31 @@ def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
     Like ``torch.compiler.disable``, which imports the compiler at once; see ``torch._compile``.
     """
     return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
+
+
+# What compiles the functions that Python calls; it does not import the compiler.
+_eval_frame: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def is_in_compiled_function() -> bool:
+    """Whether torch.compile would compile the next function that Python calls."""
+    return callable(_eval_frame.get_eval_frame_callback())
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """Have torch.compile compile no function that is called meanwhile, in this thread.
+
+    Of blocks that run again in backward, a program may keep other tensors than their forward did.
+    """
+    if not is_in_compiled_function():
+        yield
+        return
+    before = _eval_frame.set_eval_frame(None)
+    try:
+        yield
+    finally:
+        _eval_frame.set_eval_frame(before)
 
 
 @contextlib.contextmanager

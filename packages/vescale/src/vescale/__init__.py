@@ -2,7 +2,7 @@
 
 from vescale_ckpt import CheckpointError as CheckpointError
 from vescale_deferred import deferred_init as deferred_init
-from vescale_dtensor import PeerError as PeerError
+from vescale_dtensor import PeerError as PeerError, leave_uncompiled
 from vescale_parallel import (
     ParallelPlan as ParallelPlan,
     data_parallel_rank as data_parallel_rank,
@@ -58,3 +58,5 @@ __all__ = [
     "timeline",
     "verify",
 ]
+
+leave_uncompiled(__name__)

@@ -23,7 +23,7 @@ from vescale_dtensor import announced_failures, profiler_range
 from vescale_parallel._parameters.asked_gradients import AskedGradients
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
-from vescale_parallel._torch_private import call_after_backward, is_in_backward
+from vescale_parallel._torch_private import as_written, call_after_backward, is_in_backward
 
 from .block_hooks import on_block
 from .end_of_pass import EndOfPass
@@ -260,8 +260,8 @@ class ZeroState:
     def enter_backward(self) -> None:
         """Show plain parameters, gathered, for backward through graphs of calls."""
         self._in_backward = True
-        self._entered.enter_context(profiler_range("backward"))
-        self._entered.enter_context(self.while_backward())
+        for each in (as_written(), profiler_range("backward"), self.while_backward()):
+            self._entered.enter_context(each)
         self._show_unsharded()
         if self._root.is_freed:
             self._root.gather()
@@ -275,7 +275,7 @@ class ZeroState:
 
     def leave_backward(self, on_stages: Iterable[ShardedParameter] = ()) -> None:
         """Reduce gradients, and show distributed parameters again; see `finish_backward`."""
-        with announced_failures():
+        with announced_failures(), as_written():
             self._in_backward = False
             self._entered.close()
             self._gathers.end()
