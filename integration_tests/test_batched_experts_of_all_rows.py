@@ -18,6 +18,7 @@ from vescale_testing import World
 from .experts import VOCABULARY, adamw, rows_of, tokens
 from .listed_experts import HIDDEN, INNER, Stacks
 from .plans import DP, EP, TP, ZERO, Constraints, make_plan
+from .test_expert_parallel_habits import Stack
 from .training import whole
 
 EXPERTS, CHOSEN = 4, 2
@@ -142,8 +143,26 @@ class Sequences(nn.Module):
         return out, scores.mean((0, 1)).square().sum()
 
 
+class Dropped(nn.Module):
+    """Rows, experts and weights of the tokens that are within a capacity: ranks do not divide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(HIDDEN, EXPERTS), Stack(EXPERTS)
+
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+        flat = x_BSH.reshape(-1, HIDDEN)
+        scores = self.router(flat).softmax(-1)
+        weight, chosen = scores.topk(1)
+        mask = F.one_hot(chosen[:, 0], EXPERTS)
+        (kept,) = torch.where((mask * mask.cumsum(0)).sum(-1) <= 9)
+        out = torch.zeros_like(flat)
+        out[kept] = self.experts(flat[kept], chosen[kept], weight[kept])
+        return out.view_as(x_BSH), scores.mean(0).square().sum()
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    each.__name__: each for each in (NanoMoE, FewSlots, Buffer, AllTokens, Sequences)
+    each.__name__: each for each in (NanoMoE, FewSlots, Buffer, AllTokens, Sequences, Dropped)
 }
 
 
