@@ -381,6 +381,52 @@ def test_plans_are_refused_as_the_runtime_refuses_them() -> None:
         predict(nn.Linear(4, 4), plan, H100)
 
 
+class Quantizer(nn.Module):
+    """Codebooks, stacked, whose forward takes a mask and a temperature if somebody has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(4, 16, WIDTH // 4))  # (books, codes, features)
+
+    def forward(self, x: Tensor, temperature: float = 1.0, mask: Tensor | None = None) -> Tensor:
+        parts = x.unflatten(-1, (4, -1))
+        scores = torch.einsum("bskd,kcd->bskc", parts, self.codes) / temperature
+        chosen = scores.softmax(-1) if mask is None else (scores + mask).softmax(-1)
+        return torch.einsum("bskc,kcd->bskd", chosen, self.codes).flatten(-2)
+
+
+class Quantized(Mixture):
+    """With a codebook between the blocks, of which every one has experts or none has."""
+
+    def __init__(self, *, has_experts: bool) -> None:
+        super().__init__()
+        self.quantizer = Quantizer()
+        if not has_experts:
+            self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.quantizer(x))
+
+
+@pytest.mark.parametrize("example", [True, False])
+def test_codebooks_are_no_experts(example: bool) -> None:
+    given = {"data_parallel.size": 2}
+    batch = BATCH if example else None
+    model = Quantized(has_experts=False)
+    plan = generate_plan(model, given, world_size=2, cluster=H100, example_batch=batch)
+    assert plan.expert_parallel.size == 1
+    assert planned_experts(ParallelPlan(), model).stacked == ()
+    with pytest.raises(ValueError, match=r"found no experts in Quantized.*'quantizer' stacks"):
+        generate_plan(model, {**given, EP: 2}, world_size=2, cluster=H100, example_batch=batch)
+    mixture = Quantized(has_experts=True)
+    plan = generate_plan(
+        mixture, {**given, EP: 2}, world_size=2, cluster=H100, example_batch=batch
+    )
+    assert [each.fqn for each in planned_experts(plan, mixture).stacked] == [
+        f"blocks.{index}.experts" for index in range(4)
+    ]
+
+
 def large(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 

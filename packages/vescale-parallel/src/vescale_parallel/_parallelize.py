@@ -375,8 +375,8 @@ def _batch_rows(
         tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None
         with_tp = None if tp_mesh is None and context == 1 else batch_mesh(plan)
         of_rows = mesh[axes] if with_tp is None or context == 1 else with_tp["dp_shard"]
-        sent = [each.fqn for each in experts.stacked], experts.in_lists
-        regions = RowRegions(of_rows, tp_mesh, with_tp, lift, *sent)
+        stacked = {each.fqn: each for each in experts.stacked}
+        regions = RowRegions(of_rows, tp_mesh, with_tp, lift, stacked, experts.in_lists)
         for each in lists:
             each.rows_of_all = regions
     num_parts = plan.data_parallel.size * plan.num_microbatches

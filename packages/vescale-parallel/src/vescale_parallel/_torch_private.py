@@ -104,6 +104,7 @@ __all__ = [
     "restarts_compilation",
     "saved_tensors_hooks_in_force",
     "set_timeout",
+    "set_version",
     "shared_by",
     "unseen_functions",
     "version_of",
@@ -142,6 +143,11 @@ def num_views(tensor: torch.Tensor) -> int:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor's values were written in place, as far as torch counts it."""
     return 0 if tensor.is_inference() else tensor._version  # pyright: ignore[reportPrivateUsage]
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Have torch count no more writes to a tensor than there were."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
 
 
 def follow_step(optimizer: torch.optim.Optimizer) -> None:

@@ -361,3 +361,57 @@ class Together(nn.Module):
 def test_errors_say_what_is_in_the_way(kind: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         find_experts(kind(), 2)
+
+
+class Codes(nn.Module):
+    """A codebook, whose forward can be called with more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 6, 6))
+
+    def forward(self, x: Tensor, mask: Any = None, temperature: float = 1.0) -> Tensor:
+        return (x @ self.weight).softmax(-1).sum(0) * temperature
+
+
+def test_codebooks_beside_experts_stay_as_they_are() -> None:
+    found = find_experts(nn.Sequential(Moe(Stack()), Codes()), 2).stacked
+    assert [each.fqn for each in found] == ["0.experts"]
+    with pytest.raises(ValueError, match=r"'codes' stacks matrices, but .* not divide its 5"):
+        find_experts(nn.ModuleDict({"codes": Codes()}), 2)
+
+
+def attributes() -> nn.Module:
+    model = nn.Module()
+    model.gate = nn.Linear(6, 3)
+    for index in range(3):
+        model.add_module(f"expert_{index}", nn.Linear(6, 6))
+    return model
+
+
+def with_experts(experts: nn.Module, count: int = 3) -> Callable[[], nn.Module]:
+    return lambda: nn.ModuleDict({"router": nn.Linear(6, count), "experts": experts})
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (
+            with_experts(nn.ParameterList(torch.ones(6, 6) for _ in range(3))),
+            r"'experts' is a list of 3 parameters of one shape beside a router: make a module of",
+        ),
+        (attributes, r"'Module' has 3 .* as attributes \('expert_0' to 'expert_2'\) beside a rou"),
+        (
+            with_experts(nn.ModuleList(nn.Linear(6, 6 + each) for each in range(3))),
+            r"'experts' is a list beside a router, but its .* shapes \(\[\(6, 6\), \(6,\)\] and",
+        ),
+        (
+            with_experts(nn.ModuleList([nn.Linear(6, 6), nn.Identity()]), 2),
+            r"'experts' is a list beside a router, but its modules are of Linear and Identity",
+        ),
+    ],
+    ids=["parameters", "attributes", "sizes", "kinds"],
+)
+def test_errors_say_what_is_nearest(kind: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        find_experts(kind(), 2)

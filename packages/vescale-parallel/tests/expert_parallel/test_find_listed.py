@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._expert_parallel.find import find_experts
 from vescale_parallel._expert_parallel.find_listed import find_listed
@@ -223,6 +224,59 @@ class Scaled(Layer):
         return expert(rows, 0.5)
 
 
+class Checkpointed(Layer):
+    """Checkpoints its experts itself."""
+
+    reentrant = False
+
+    def made(self, expert: nn.Module, rows: Tensor) -> Tensor:
+        return checkpoint(expert, rows, use_reentrant=self.reentrant)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class CheckpointedAgain(Checkpointed):
+    reentrant = True
+
+
+class Hashed(nn.Module):
+    """No router: a token's expert follows from its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, 6)
+        chosen, out = torch.arange(len(flat), device=x.device) * 7 % 4, torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            out[chosen == index] = expert(flat[chosen == index])
+        return out.view_as(x)
+
+
+class Bank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+
+    def forward(self, x: Tensor, scores: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            mask = scores.argmax(-1) == index
+            out[mask] = expert(x[mask]) * scores[mask][:, index, None]
+        return out
+
+
+class RoutedAbove(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.bank = nn.Linear(6, 4), Bank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bank(x, self.router(x).softmax(-1))
+
+
 def tied() -> nn.Module:
     layer = Layer()
     layer.shared.weight = layer.experts.get_parameter("1.weight")
@@ -252,6 +306,14 @@ def test_a_list_whose_owner_keeps_what_its_latest_call_made_is_found() -> None:
 def test_a_list_whose_owner_adds_to_buffers_and_attributes_is_found(kind: type[Layer]) -> None:
     (found,), others = find_listed(Model(kind()))
     assert (others, found.draws, found.experts_draw) == ({}, False, False)
+
+
+@pytest.mark.parametrize(("kind", "owner"), [(Hashed, "layers.0"), (RoutedAbove, "layers.0.bank")])
+def test_a_list_that_is_called_experts_needs_no_router_beside_it(
+    kind: Callable[[], nn.Module], owner: str
+) -> None:
+    (found,), others = find_listed(Model(kind()))
+    assert (found.fqn, found.num_experts, others) == (owner, 4, {})
 
 
 def test_who_draws_random_numbers_is_found() -> None:
@@ -303,6 +365,8 @@ def test_finding_draws_and_changes_nothing() -> None:
         (Guessing, "draws from Python's random or from numpy"),
         (Metered, "adds to a list or to numbers outside of it"),
         (Scaled, "are not called with one tensor"),
+        (Checkpointed, "calls its experts within torch.utils.checkpoint"),
+        (CheckpointedAgain, "calls its experts within torch.utils.checkpoint"),
         (tied, "an expert and something else share a parameter"),
     ],
 )

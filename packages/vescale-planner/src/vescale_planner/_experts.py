@@ -19,12 +19,22 @@ _CHOSEN = (
     "num_selected_experts",
 )  # fmt: skip
 _ASSUMED_CHOSEN = 2
+_NUM_INPUTS = 3  # rows, the experts of each, their weights
 EVEN_EXPERTS = "all experts get as many tokens; ranks whose experts get more make others wait"
 
 
 def counts_of(layers: Sequence[ExpertLayer]) -> dict[str, int]:
     """Return, of each parameter of an expert, among how many experts it is."""
     return {fqn: layer.num_experts for layer in layers for fqn in layer.parameters}
+
+
+def called_as_experts(layers: Sequence[ExpertLayer], seen: Observation) -> tuple[ExpertLayer, ...]:
+    """Return the layers but those of stacks that were seen to be called with something else.
+
+    A codebook is a stack, too, and its forward may take a mask and a temperature besides.
+    """
+    otherwise = {call.fqn for call in seen.modules if len(call.inputs) != _NUM_INPUTS}
+    return tuple(each for each in layers if each.is_listed or each.fqn not in otherwise)
 
 
 def chosen_of(model: nn.Module) -> tuple[int, str]:

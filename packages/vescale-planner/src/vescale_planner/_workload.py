@@ -23,7 +23,13 @@ from vescale_parallel import (
     with_constraints,
 )
 
-from ._experts import chosen_of, counts_of, estimated_exchanges, observed_exchanges
+from ._experts import (
+    called_as_experts,
+    chosen_of,
+    counts_of,
+    estimated_exchanges,
+    observed_exchanges,
+)
 from ._parts import (
     ASSUMED_TOKENS,
     ParameterSize,
@@ -142,7 +148,7 @@ def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str]
             f"(17 hidden vectors a token and block), with {ASSUMED_TOKENS} tokens a row"
         )
         notes.append("modules outside the blocks run in the order they were registered")
-    layers = expert_layers(model, blocks)
+    layers = called_as_experts(expert_layers(model, blocks), observation)
     behind = _behind(model, blocks, observation)
     owned, tied = ownership(model, blocks, behind, counts_of(layers))
     largest = max(model.parameters(), key=lambda p: p.numel(), default=None)

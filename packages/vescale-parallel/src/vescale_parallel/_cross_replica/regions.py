@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,22 @@ from vescale_dtensor import DTensor
 from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
 from vescale_parallel._torch_private import current_function_mode, pytree
 
-from .borders import NOWHERE, ModuleRows, RowCoupling, Rows
+from .borders import NOWHERE, RowCoupling, Rows
 from .kept import settle_attributes
 from .part_gradients import is_of_a_part
 from .row_converter import RowConverter
+
+
+class RowByRow(Protocol):
+    """How rows are in the tensors of a module that takes and returns any number of them."""
+
+    def rows_of_each(self, tensor: Tensor) -> Tensor:
+        """Return what it takes or returns with the rows on the second of three dims."""
+        ...
+
+    def as_taken(self, rows_ENH: Tensor) -> Tensor:
+        """Return such rows as it takes them."""
+        ...
 
 
 class RowRegions:
@@ -43,6 +55,7 @@ class RowRegions:
     which it is known that they take and return rows, in all of their tensors and without a look at
     other rows: experts that ranks share, which send each its own. ``listed`` are such experts in
     lists, which get no rows themselves: what calls them sends :meth:`part_of` those of all ranks.
+    Of either, rows that a region has picked are shared out as equally as they divide.
 
     Attributes:
         coupling: Of the call that runs.
@@ -54,10 +67,10 @@ class RowRegions:
         tp_mesh: DeviceMesh | None,
         with_tp: DeviceMesh | None,
         lift: LiftPlain | None,
-        by_row: Collection[str] = (),
+        by_row: Mapping[str, RowByRow] | None = None,
         listed: Collection[str] = (),
     ) -> None:
-        self._by_row = frozenset(by_row)
+        self._by_row = by_row or {}
         self._in_lists = tuple(f"{expert}." for expert in listed)
         self._converter = RowConverter(mesh, tp_mesh, with_tp)
         self._lift = lift
@@ -65,9 +78,10 @@ class RowRegions:
         self._wrapped: dict[str, nn.Module] = {}
         self._hooked: set[str] = set()
         # Whether a region's own code runs, and the modules that it left to run on parts,
-        # innermost last, with whether it runs again behind them.
+        # innermost last, with what makes their outputs whole, and whether it runs again behind
+        # them.
         self._is_inside = False
-        self._left: list[tuple[nn.Module, ModuleRows, bool]] = []
+        self._left: list[tuple[nn.Module, Callable[[Any], Any], bool]] = []
         self.coupling = NOWHERE
 
     @contextmanager
@@ -89,7 +103,7 @@ class RowRegions:
     def prepare(self, model: nn.Module, fqns: Iterable[str]) -> None:
         """Wrap modules now, in case rows depend on each other in them; others wrap them later."""
         for fqn in fqns:
-            if fqn not in self._wrapped and not self._is_in_list(fqn):
+            if fqn not in {*self._wrapped, *self._by_row} and not self._is_in_list(fqn):
                 module = self._wrapped[fqn] = model.get_submodule(fqn)
                 module.forward = self._over_all_rows(module, module.forward, fqn)
 
@@ -141,7 +155,7 @@ class RowRegions:
 
     def whole_of(self, made: Tensor, rows: Tensor) -> Tensor:
         """Return what ranks made of their parts of rows, of all of them."""
-        return self._converter.whole_like(made, rows)
+        return self._converter.whole_like(made, rows, Rows(0))
 
     def _over_all_rows(
         self, module: nn.Module, forward: Callable[..., Any], fqn: str
@@ -186,33 +200,58 @@ class RowRegions:
     def _leave(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a module that a region calls: give it this rank's part, if that is right."""
         # Not inside, but on the whole batch, is what checkpoint runs again in backward.
-        is_called_so = self._is_inside or self._converter.is_any_whole((args, kwargs))
-        rows = self._rows_of(fqn, (args, kwargs)) if is_called_so else None
-        if rows is None or self.coupling.is_region(fqn):
+        if not (self._is_inside or self._converter.is_any_whole((args, kwargs))):
             return None
-        if not self._converter.divides((args, kwargs), rows.inputs):
-            return None  # what a mask has picked: on the whole batch, as the region's own code
-        given = self._converter.to_parts((args, kwargs), rows.inputs)
+        left = self._parts_for(fqn, (args, kwargs))
+        if left is None:
+            return None
+        given, whole = left
         if self._is_inside:
             self._mode.pause()
-        self._left.append((module, rows, self._is_inside))
+        self._left.append((module, whole, self._is_inside))
         self._is_inside = False
         return given
 
-    def _rows_of(self, fqn: str, tree: Any) -> ModuleRows | None:
+    def _parts_for(self, fqn: str, tree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
+        """Return what a module is given of a call, and what makes whole what it returns.
+
+        None for what runs on the whole batch, as the region's own code.
+        """
         if fqn in self._by_row:
-            return ModuleRows((Rows(0),) * len(pytree.tree_leaves(tree)), (Rows(0),))
-        return self.coupling.rows_of_module(fqn, tree)
+            return self._picked_for(self._by_row[fqn], tree)
+        rows = self.coupling.rows_of_module(fqn, tree)
+        if rows is None or self.coupling.is_region(fqn):
+            return None
+        if not self._converter.divides(tree, rows.inputs):
+            return None  # what a mask has picked
+        return (
+            self._converter.to_parts(tree, rows.inputs),
+            functools.partial(self._converter.to_rows, rows=rows.outputs),
+        )
+
+    def _picked_for(self, module: RowByRow, tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+        """Return the same of any number of rows, which a region may have picked."""
+        leaves, spec = pytree.tree_flatten(tree)
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        rows = [module.rows_of_each(self._converter.replicated(x)) for x in tensors]
+        parts = iter(self._converter.to_parts(rows, [Rows(1)] * len(rows)))
+        given = [module.as_taken(next(parts)) if isinstance(x, Tensor) else x for x in leaves]
+
+        def whole(made: Tensor) -> Tensor:
+            every = self._converter.whole_like(module.rows_of_each(made), rows[0], Rows(1))
+            return module.as_taken(every).reshape(*tensors[0].shape[:-1], made.shape[-1])
+
+        return pytree.tree_unflatten(given, spec), whole
 
     def _return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Behind such a module: go on with the whole batch."""
         if not self._left or self._left[-1][0] is not module or self._is_inside:
             return None
-        _, rows, self._is_inside = self._left.pop()
+        _, whole, self._is_inside = self._left.pop()
         if self._is_inside:
             self._mode.resume()
         # A module that raised has no output.
-        return None if output is None else self._converter.to_rows(output, rows.outputs)
+        return None if output is None else whole(output)
 
 
 class _WithRows(TorchFunctionMode):

@@ -60,13 +60,14 @@ class RowConverter:
         ]
         return pytree.tree_unflatten(made, spec)
 
-    def whole_like(self, part: Tensor, rows: Tensor) -> Tensor:
+    def whole_like(self, part: Tensor, rows: Tensor, where: Rows) -> Tensor:
         """Return tensors of ranks' parts as one of as many rows as another one has."""
         if torch.is_grad_enabled() and part.requires_grad:
             part = ScaledGradient.apply(part, self._num_ranks)  # pyright: ignore[reportAssignmentType]: torch's own stub
         over_tp = (Replicate(),) * (self._mesh.ndim - self._num_axes)
-        placements = (Rows(0).placement(0, 0),) * self._num_axes + over_tp
-        shape = (rows.shape[0], *part.shape[1:])
+        placements = (where.placement(0, 0),) * self._num_axes + over_tp
+        shape = [*part.shape]
+        shape[where.dim] = rows.shape[where.dim]
         return DTensor.from_local(
             part.contiguous(), self._mesh, placements, shape=shape, grad_placements=placements
         )

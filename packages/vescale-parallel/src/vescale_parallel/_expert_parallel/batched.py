@@ -17,7 +17,7 @@ from vescale_parallel._model.random_copies import InDouble, random_copy
 from vescale_parallel._trace.generators import untouched_generators
 
 from .calls_seen import tensors_seen
-from .experts import call_counting, close, counts_of, num_alike, subsets
+from .experts import by_expert, call_counting, close, counts_of, laid_out, num_alike, subsets
 from .left_behind import draws_in_training
 
 
@@ -53,19 +53,6 @@ def num_batched(module: nn.Module, owner: nn.Module) -> int:
     own = {id(p) for p in module.parameters()}
     routers = (p for p in owner.parameters() if id(p) not in own)
     return count if count > 1 and any(count in p.shape for p in routers) else 0
-
-
-def by_expert(rows: Tensor, num_experts: int) -> Tensor:
-    """Return (experts, rows, features) of what has the experts on its first dim, or flat there."""
-    return rows.reshape(num_experts, -1, rows.shape[-1])
-
-
-def laid_out(rows_ENH: Tensor, num_dims: int) -> Tensor:
-    """Return rows as a module takes them: flat if it takes two dims."""
-    if num_dims == 2:
-        return rows_ENH.flatten(0, 1)
-    experts, num_rows, hidden = rows_ENH.shape
-    return rows_ENH.reshape(experts, *[1] * (num_dims - 3), num_rows, hidden)
 
 
 def proven_batched(owner: nn.Module, name: str, size: int) -> BatchedRows | str:
@@ -141,6 +128,8 @@ def _as_ranks(
     def run(rows_ENH: Tensor) -> Tensor:
         whole: dict[str, Any] = dict(module._parameters)
         local, made = len(rows_ENH) // size, list[Tensor]()
+        places = torch.arange(rows_ENH.shape[1])
+        order = torch.cat([places[::2], places[1::2]]).argsort()
         for rank in range(size):
             own = slice(rank * local, (rank + 1) * local)
             halves = list[Tensor]()
@@ -154,7 +143,7 @@ def _as_ranks(
                     halves.append(by_expert(done, local))
             finally:
                 object.__setattr__(module, "_parameters", whole)
-            made.append(torch.stack(halves, 2).flatten(1, 2))
+            made.append(torch.cat(halves, 1)[:, order])
         return torch.cat(made)
 
     return run

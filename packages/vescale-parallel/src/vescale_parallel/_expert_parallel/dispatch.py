@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._mesh.mesh import second_group
 
+from .adapters import settle_adapters, slice_adapters
 from .dispatch_batched import BatchedDispatch
 from .dispatch_listed import ListDispatch
 from .expert_draws import ExpertDraws
@@ -38,6 +39,7 @@ def dispatch(
 
     Returns what calls experts in lists.
     """
+    settle_adapters(model)
     if not (found.stacked or found.listed):
         return []
     group = second_group(mesh, "ep")
@@ -52,6 +54,7 @@ def dispatch(
         each.install()
     for experts in found.stacked:
         module = model.get_submodule(experts.fqn)
+        slice_adapters(model, experts, dist.get_rank(group), group.size())
         if experts.num_dims is not None:
             BatchedDispatch(module, experts, group, draws).install()
             continue

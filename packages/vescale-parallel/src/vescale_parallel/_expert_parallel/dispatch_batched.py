@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from vescale_dtensor import all_to_all, profiler_range
 
-from .batched import by_expert, laid_out
 from .expert_draws import ExpertDraws
-from .experts import Experts, call_counting, refuse_whole_batch
+from .experts import Experts, by_expert, call_counting, laid_out, refuse_whole_batch
 
 
 class BatchedDispatch:
@@ -40,12 +39,9 @@ class BatchedDispatch:
         def run(*args: Any, **kwargs: Any) -> Tensor:
             refuse_whole_batch(self._experts.fqn, (args, kwargs))
             (rows,) = (*args, *kwargs.values())
-            count = self._experts.num_experts
-            first = rows.shape[0] % count if rows.dim() == 2 else rows.shape[0] - count
-            if rows.dim() != self._experts.num_dims or first:
-                raise ValueError(self._refusal(rows))
+            self._experts.check(rows)
             with profiler_range("experts"):
-                made = self._run(by_expert(rows, count))
+                made = self._run(by_expert(rows, self._experts.num_experts))
             return made.reshape(*rows.shape[:-1], made.shape[-1])
 
         self._module.forward = run
@@ -73,7 +69,7 @@ class BatchedDispatch:
         returned = all_to_all(
             torch.cat(back), self._group, input_splits=received, output_splits=sent
         )
-        return returned.view(count, num_rows, -1)
+        return returned.view(count, num_rows, returned.shape[-1])
 
     def _made_here(self, rows_ENH: Tensor) -> Tensor:
         num_dims = self._experts.num_dims
@@ -90,13 +86,3 @@ class BatchedDispatch:
             return made
         # Backward sends gradients back on all ranks if it does on one.
         return made.requires_grad_(any(p.requires_grad for p in self._module.parameters()))
-
-    def _refusal(self, rows: Tensor) -> str:
-        count, num_dims = self._experts.num_experts, self._experts.num_dims
-        wanted = "(experts * rows, features)" if num_dims == 2 else "(experts, ..., features)"
-        return (
-            f"{self._experts.fqn!r} was called with a tensor of shape {tuple(rows.shape)}; with "
-            f"expert_parallel it takes the rows of its {count} experts in {num_dims} dims, "
-            f"{wanted}: where all experts have the same rows, give it x.expand({count}, -1, -1), "
-            "or use expert_parallel.size 1"
-        )

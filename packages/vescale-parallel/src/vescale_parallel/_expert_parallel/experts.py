@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -42,6 +42,50 @@ class Experts:
     num_dims: int | None = None
     draws: bool = False
 
+    def rows_of_each(self, tensor: Tensor) -> Tensor:
+        """Return (experts, rows, features) of what the module takes or returns.
+
+        With one in the place of experts where a row goes to those that are given with it.
+
+        Raises:
+            ValueError: If it does not have as many rows of each expert.
+        """
+        if self.num_dims is None:
+            return by_expert(tensor, 1)
+        self.check(tensor)
+        return by_expert(tensor, self.num_experts)
+
+    def as_taken(self, rows_ENH: Tensor) -> Tensor:
+        """Return rows as the module takes them."""
+        return laid_out(rows_ENH, self.num_dims or 2)
+
+    def check(self, rows: Tensor) -> None:
+        """Raise if what takes as many rows of each expert is called with something else."""
+        count, num_dims = self.num_experts, self.num_dims
+        first = rows.shape[0] % count if rows.dim() == 2 else rows.shape[0] - count
+        if rows.dim() == num_dims and not first:
+            return
+        wanted = "(experts * rows, features)" if num_dims == 2 else "(experts, ..., features)"
+        raise ValueError(
+            f"{self.fqn!r} was called with a tensor of shape {tuple(rows.shape)}; with "
+            f"expert_parallel it takes the rows of its {count} experts in {num_dims} dims, "
+            f"{wanted}: where all experts have the same rows, give it x.expand({count}, -1, -1), "
+            "or use expert_parallel.size 1"
+        )
+
+
+def by_expert(rows: Tensor, num_experts: int) -> Tensor:
+    """Return (experts, rows, features) of what has the experts on its first dim, or flat there."""
+    return rows.reshape(num_experts, -1, rows.shape[-1])
+
+
+def laid_out(rows_ENH: Tensor, num_dims: int) -> Tensor:
+    """Return rows as a module takes them: flat if it takes two dims."""
+    if num_dims == 2:
+        return rows_ENH.flatten(0, 1)
+    experts, num_rows, hidden = rows_ENH.shape
+    return rows_ENH.reshape(experts, *[1] * (num_dims - 3), num_rows, hidden)
+
 
 def num_stacked(module: nn.Module) -> int:
     """Return how many experts a module stacks, 0 if it is none that stacks some.
@@ -67,14 +111,41 @@ def num_alike(module: nn.Module) -> int:
 
 def takes_rows(module: nn.Module) -> bool:
     """Whether forward can be called with three arguments, and needs no more."""
-    try:
-        parameters = [*inspect.signature(module.forward).parameters.values()]
-    except (TypeError, ValueError):
-        return False
-    places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    parameters, places = _arguments(module)
     more = [p for p in parameters if p not in places[:_NUM_ARGUMENTS]]
     is_needed = [p for p in more if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
     return len(places) >= _NUM_ARGUMENTS and not is_needed
+
+
+def needs_rows(module: nn.Module) -> bool:
+    """Whether forward cannot be called with fewer: a codebook, too, may take a mask and more."""
+    _, places = _arguments(module)
+    return all(p.default is p.empty for p in places[:_NUM_ARGUMENTS])
+
+
+def _arguments(
+    module: nn.Module,
+) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
+    """Return the parameters of a forward, and those that are given by position."""
+    try:
+        parameters = [*inspect.signature(module.forward).parameters.values()]
+    except (TypeError, ValueError):
+        return [], []
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return parameters, [p for p in parameters if p.kind in kinds]
+
+
+def structure(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
+    """Return what modules of one class and of the same shapes have in common."""
+    return type(module), tuple((name, p.shape) for name, p in module.named_parameters())
+
+
+def has_router(owner: nn.Module, experts: Iterable[nn.Module], count: int = 0) -> bool:
+    """Whether a module has a parameter beside experts with a dim of ``count``, or as many."""
+    held = [*experts]
+    own = {id(p) for each in held for p in each.parameters()}
+    count = count or len(held)
+    return any(count in p.shape for p in owner.parameters() if id(p) not in own)
 
 
 def refuse_whole_batch(fqn: str, given: Any) -> None:

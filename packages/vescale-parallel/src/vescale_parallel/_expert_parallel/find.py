@@ -31,6 +31,7 @@ from .experts import (
     close,
     combined,
     counts_of,
+    needs_rows,
     num_stacked,
     sorted_by_expert,
     subsets,
@@ -43,6 +44,7 @@ from .near_misses import near_misses
 _MAX_NUMEL = 2**22  # of a module that is run itself
 _MOST_NUMEL = 2**27  # likewise, where nothing smaller is like it
 _NUM_ROWS, _NUM_SLOTS = 24, 3
+_TOO_LARGE = "it is too large to be tried, and the model has no configuration of a smaller one"
 _HIDDEN = ("hidden_size", "hidden_dim", "dim", "d_model")
 Made = tuple[Tensor, ...]
 
@@ -76,43 +78,56 @@ def find_experts(model: nn.Module, size: int) -> FoundExperts:
         ValueError: If there are none, or some that are stacked cannot be shared out.
     """
     listed, others = find_listed(model)
-    batched, stacks = _batched(model, size)
-    stacked = [*_stacked(model, size), *batched]
+    stacked, stacks = _stacked(model, size)
+    batched, more = _batched(model, size, beside=[each.fqn for each in stacked])
+    stacked, stacks = [*stacked, *batched], stacks | more
     if not stacked and not listed:
         raise ValueError(
             f"expert_parallel.size {size}: found no experts in {type(model).__name__}; leave "
             "expert_parallel out of the plan. Looked for: a module whose parameters all stack "
             "them on their first dim, and whose forward takes rows (tokens, hidden), the experts "
             "of each (tokens, k) and their weights (tokens, k), or as many rows of each expert; "
-            "or modules of one structure in an nn.ModuleList, beside a router in the module that "
-            f"calls each with its rows.{_why_not(model, others, stacks)}"
+            "or modules of one structure in an nn.ModuleList, called experts or beside a router "
+            "(a parameter with a dim of as many), in the module that calls each with its rows."
+            f"{_why_not(model, others, stacks)}"
         )
     return FoundExperts(stacked, listed)
 
 
-def _stacked(model: nn.Module, size: int) -> list[Experts]:
+def _stacked(model: nn.Module, size: int) -> tuple[list[Experts], dict[str, str]]:
+    """Return the modules that take rows, and why others do not, which may be called otherwise."""
     stacked = {fqn: num_stacked(module) for fqn, module in model.named_modules()}
-    known: dict[str, Experts] = {}
-    found = list[Experts]()
+    known: dict[str, Experts | str] = {}
+    found, others = list[Experts](), dict[str, str]()
     scaled: list[nn.Module | None] = []
     for fqn, count in stacked.items():
         if not count:
             continue
-        if count % size:
-            raise ValueError(
-                f"expert_parallel.size {size} does not divide the {count} experts of {fqn!r}; use "
-                f"one of {[n for n in range(1, count + 1) if count % n == 0]}"
-            )
         module = model.get_submodule(fqn)
         kind = f"{generalize(fqn)} {count} {type(module)}"
+        if count % size:
+            if needs_rows(module):
+                raise ValueError(_refused_size(fqn, count, size))
+            known[kind] = f"expert_parallel.size {size} does not divide its {count} experts"
         if kind not in known:
             subject = _subject(model, fqn, scaled, size)
-            # A scaled-down model may have fewer experts than there are ranks.
-            ranks = math.gcd(size, num_stacked(subject))
-            known[kind] = _proven(fqn, subject, ranks, [*counts_of(module, count)])
+            named = [*counts_of(module, count)]
+            known[kind] = _TOO_LARGE if subject is None else _proven(fqn, subject, size, named)
         like = known[kind]
-        found.append(replace(like, fqn=fqn, num_experts=count))
-    return found
+        if isinstance(like, str) and needs_rows(module):
+            raise ValueError(_refusal(fqn, like))
+        if isinstance(like, str):
+            others[generalize(fqn)] = f"stacks matrices, but {like}"
+        else:
+            found.append(replace(like, fqn=fqn, num_experts=count))
+    return found, others
+
+
+def _refused_size(fqn: str, count: int, size: int) -> str:
+    return (
+        f"expert_parallel.size {size} does not divide the {count} experts of {fqn!r}; use "
+        f"one of {[n for n in range(1, count + 1) if count % n == 0]}"
+    )
 
 
 def _why_not(model: nn.Module, lists: Mapping[str, str], stacks: dict[str, str]) -> str:
@@ -127,20 +142,25 @@ def _why_not(model: nn.Module, lists: Mapping[str, str], stacks: dict[str, str])
                 f" The list {one.get(name, name)!r} is not one of experts: {said}."
                 for name, said in alike
             ),
-            *(f" {name!r} stacks matrices, but {said}." for name, said in near.items()),
+            *(f" {name or type(model).__name__!r} {said}." for name, said in near.items()),
         ]
     )
 
 
-def _batched(model: nn.Module, size: int) -> tuple[list[Experts], dict[str, str]]:
-    """Return the modules that take as many rows for each expert, and why others do not."""
+def _batched(
+    model: nn.Module, size: int, *, beside: Sequence[str]
+) -> tuple[list[Experts], dict[str, str]]:
+    """Return the modules that take as many rows for each expert, and why others do not.
+
+    ``beside`` are those that take rows, the experts of each and their weights.
+    """
     found, others = list[Experts](), dict[str, str]()
     known = dict[str, BatchedRows | str]()
     scaled: list[nn.Module | None] = []
     for fqn, module in model.named_modules():
         owner, _, name = fqn.rpartition(".")
         count = num_batched(module, model.get_submodule(owner)) if name else 0
-        if not count:
+        if not count or fqn in beside:
             continue
         kind = f"{generalize(fqn)} {count} {type(module)}"
         if kind not in known and count % size:
@@ -149,7 +169,7 @@ def _batched(model: nn.Module, size: int) -> tuple[list[Experts], dict[str, str]
             known[kind] = proven_batched(*_tried_in(model, fqn, scaled, size))
         like = known[kind]
         if isinstance(like, str):
-            others[generalize(fqn)] = like
+            others[generalize(fqn)] = f"stacks matrices, but {like}"
         else:
             found.append(Experts(fqn, count, like.attributes, "slots", like.num_dims, like.draws))
     return found, others
@@ -173,10 +193,13 @@ def _tried_in(
     return owner, name, size
 
 
-def _subject(model: nn.Module, fqn: str, scaled: list[nn.Module | None], size: int) -> nn.Module:
+def _subject(
+    model: nn.Module, fqn: str, scaled: list[nn.Module | None], size: int
+) -> nn.Module | None:
     """Return the module to run: itself, or one like it of a scaled-down model if it is large.
 
-    That one has fewer experts, which two or more ranks can share out if ``size`` can.
+    None if it is too large, and nothing is like it. What is like it has fewer experts, which two
+    or more ranks can share out if ``size`` can.
     """
     module = model.get_submodule(fqn)
     if sum(p.numel() for p in module.parameters()) <= _MAX_NUMEL:
@@ -188,25 +211,20 @@ def _subject(model: nn.Module, fqn: str, scaled: list[nn.Module | None], size: i
         alike = generalize(name) == generalize(fqn) and type(other) is type(module)
         if alike and num_stacked(other) and num_stacked(other) % few == 0:
             return other
-    if sum(p.numel() for p in module.parameters()) > _MOST_NUMEL:
-        why = "it is too large to be tried, and the model has no configuration of a smaller one"
-        raise ValueError(_refusal(fqn, why))
-    return module
+    return module if sum(p.numel() for p in module.parameters()) <= _MOST_NUMEL else None
 
 
-def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Experts:
-    """Return how a module's experts are shared out.
+def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Experts | str:
+    """Return how a module's experts are shared out, or why they cannot be.
 
     Args:
         fqn: Of the module.
         module: It, or one like it.
         size: Ranks.
         named: Its integers that may count experts.
-
-    Raises:
-        ValueError: If its results are not those of its experts, summed by weight.
     """
     count = num_stacked(module)
+    size = math.gcd(size, count)  # a scaled-down model may have fewer experts than ranks
     with untouched_generators(seed=0), InDouble():
         try:
             whole = random_copy(module)
@@ -214,7 +232,7 @@ def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Exp
             draws = draws_in_training(whole, rows)
         # What a user's module raises is why it is not understood.
         except Exception as error:
-            raise ValueError(_refusal(fqn, f"{type(error).__name__}: {error}")) from error
+            return f"{type(error).__name__}: {error}"
         why = ""
         both = [name for name in counts_of(whole, count) if name in named]
         for attributes in subsets(both):
@@ -228,7 +246,7 @@ def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Exp
             if all(map(close, made, expected)):
                 combination = _combination(whole, rows, attributes)
                 return Experts(fqn, count, attributes, combination, draws=draws)
-    raise ValueError(_refusal(fqn, why))
+    return why
 
 
 def _refusal(fqn: str, why: str) -> str:

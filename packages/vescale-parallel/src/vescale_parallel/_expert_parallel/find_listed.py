@@ -1,14 +1,16 @@
 """Which modules of a model hold lists of experts that ranks can share out: found, and proven.
 
 A list of modules of one structure is one of experts if the module that calls them has a router,
-which is a parameter with a dim of as many, or is given rows, experts and weights. The module is
-run once in float64 on random numbers, as one device and in two passes with rows of an expert in
-parts: results and all gradients have to be the same; see [Note: two passes].
+which is a parameter with a dim of as many, or is given rows, experts and weights, or if it is
+called so. The module is run once in float64 on random numbers, as one device and in two passes
+with rows of an expert in parts: results and all gradients have to be the same; see
+[Note: two passes].
 """
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,12 +26,16 @@ from vescale_parallel._trace.generators import generator_state, untouched_genera
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
 from .calls_seen import tensors_seen
-from .experts import close, takes_rows
+from .experts import close, has_router, structure, takes_rows
 from .left_behind import generators_after, kept, same, what_stays
 from .listed import CallsOf, FirstPass, ListedExperts, PlayedBack, first_pass, second_pass
 
 _MOST_NUMEL = 2**26  # of a module that is run
 _ROWS, _LENGTH, _NUM_SLOTS = 2, 16, 2
+_CHECKPOINTED = (
+    "the module that has it calls its experts within torch.utils.checkpoint, which calls them "
+    'again in backward; checkpoint that module from outside, or use recompute "full" of the plan'
+)
 Made = tuple[Tensor, ...]
 
 
@@ -71,7 +77,9 @@ def _candidates(model: nn.Module, layers: Collection[str] = ()) -> Iterator[List
         )
         module, owner = model.get_submodule(candidate.fqn), model.get_submodule(parent)
         is_given_rows = candidate.fqn_of(0) not in layers and takes_rows(module)
-        if is_given_rows or _has_router(owner, container, len(names)):
+        is_called_experts = "expert" in name.lower()  # chosen by a hash, or by a router elsewhere
+        is_beside_router = has_router(owner, [container], len(names))
+        if is_given_rows or is_beside_router or is_called_experts:
             yield candidate
 
 
@@ -80,19 +88,10 @@ def _alike(container: nn.Module, *, beside_others: bool) -> tuple[str, ...]:
 
     ``beside_others`` that have none: dropout that a list with a forward of its own calls.
     """
-    held = {name: _structure(child) for name, child in container._modules.items() if child}
+    held = {name: structure(child) for name, child in container._modules.items() if child}
     alike = {name: each for name, each in held.items() if each[1]}
     is_whole = beside_others or len(alike) == len(container._modules)
     return (*alike,) if is_whole and len({*alike.values()}) == 1 else ()
-
-
-def _structure(module: nn.Module) -> tuple[type, tuple[tuple[str, torch.Size], ...]]:
-    return type(module), tuple((name, p.shape) for name, p in module.named_parameters())
-
-
-def _has_router(module: nn.Module, container: nn.Module, count: int) -> bool:
-    experts = {id(p) for p in container.parameters()}
-    return any(count in p.shape for p in module.parameters() if id(p) not in experts)
 
 
 def _proven(
@@ -110,7 +109,8 @@ def _proven(
                 "it is too large to be tried, and the model has no configuration of a smaller one"
             )
         module, owner = smaller
-    with untouched_generators(seed=0), InDouble():
+    with untouched_generators(seed=0), InDouble(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a checkpoint warns of inputs without gradients
         copied = random_copy(module)
         try:
             given = _inputs(experts, copied, owner)
@@ -122,6 +122,8 @@ def _proven(
             proven = _tried(experts, copied, given)
         # What a user's module raises is why it is not understood.
         except Exception as error:
+            if "torch.utils.checkpoint" in str(error):
+                return _CHECKPOINTED
             return f"{type(error).__name__}: {error}"
     is_itself = module is model.get_submodule(experts.fqn)
     if isinstance(proven, str) or is_itself or proven.width is proven.made_width is None:
@@ -148,8 +150,10 @@ def _smaller(
 
 
 def _owner(model: nn.Module, experts: ListedExperts) -> nn.Module | None:
-    """Return the module that calls a list which has a forward of its own; None if it has none."""
-    return None if experts.container else model.get_submodule(experts.fqn.rpartition(".")[0])
+    """Return the module that calls what has the list, with more than rows; None if none can."""
+    parent = model.get_submodule(experts.fqn.rpartition(".")[0])
+    is_called = experts.fqn and type(parent).forward is not nn.Module.forward
+    return parent if is_called and _numel(parent) <= _MOST_NUMEL else None
 
 
 def _is_tied(model: nn.Module, experts: ListedExperts) -> bool:
