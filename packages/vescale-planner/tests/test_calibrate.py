@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 
 import pytest
@@ -26,9 +28,23 @@ def test_the_speed_of_products_is_fitted_by_their_width() -> None:
     assert fitted_rate(widths, [3.0, 2.0, 1.0])[1] >= 0.0
 
 
+def test_the_turns_of_others_on_a_shared_processor_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spent, runs = [0.0], itertools.count(1)
+
+    def run() -> None:
+        spent[0] += 1e-3 if next(runs) % 4 else 5e-3  # every fourth waits for 4 ms
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: spent[0])
+        found = calibrate._seconds(run, torch.device("cpu"))
+    assert found == pytest.approx(2e-3, rel=0.05)
+
+
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibrate, "_REPEATS", 1)
+    monkeypatch.setattr(calibrate, "_SPAN", 0.0)
     monkeypatch.setattr(calibrate, "_ROWS", 32)
 
 
@@ -55,6 +71,7 @@ def test_one_process_measures_its_machine_and_plans_with_it(tmp_path: Path) -> N
 
 def _calibrated() -> tuple[str, int]:
     calibrate._REPEATS = 1  # of this process of the pool; measuring well is not the question
+    calibrate._SPAN = 0.0
     return Cluster.calibrate().to_json(), dist.get_world_size()
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 # Rows and columns of what is multiplied: narrow, usual and wide.
 _WIDTHS = (64, 128, 256, 512, 1024)
 _ROWS = 512
-_REPEATS = 5
+_ROUNDS, _REPEATS = 3, 10
+_SPAN = 0.1  # seconds of a round: many turns of a processor that ranks share
 _FEW_BYTES, _MANY_BYTES = 2**10, 2**23
 
 
@@ -129,7 +130,7 @@ def _all_gather(group: Any, ranks: int, device: torch.device) -> tuple[float, fl
         def gather(own: Tensor = own, every: list[Tensor] = every) -> None:
             dist.all_gather(every, own, group=group)
 
-        taken.append(_seconds(gather, device))
+        taken.append(_collective_seconds(gather, device))
     few, many = taken
     sent = (ranks - 1) / ranks * (_MANY_BYTES - _FEW_BYTES)
     return few / math.ceil(math.log2(ranks)), sent / max(many - few, 1e-9)
@@ -147,15 +148,34 @@ def _reserved(device: torch.device) -> int | None:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of several runs, on the slowest rank."""
-    taken: list[float] = []
-    for _ in range(_REPEATS + 1):
-        _wait(device)
-        start = time.perf_counter()
+    """Return the time of a run while every rank runs the same, on the slowest rank.
+
+    Ranks may share processors, which take turns of some milliseconds: a run between two turns
+    would seem to have a processor of its own.
+    """
+    run()  # the first one allocates
+    rounds = [_over(run, device, lambda count, spent: spent < _SPAN) for _ in range(_ROUNDS)]
+    return _most(median(rounds), device)
+
+
+def _collective_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the time of a run that ranks do together: all of them, as often."""
+    run()
+    rounds = [_over(run, device, lambda count, spent: count < _REPEATS) for _ in range(_ROUNDS)]
+    return _most(median(rounds), device)
+
+
+def _over(
+    run: Callable[[], object], device: torch.device, goes_on: Callable[[int, float], bool]
+) -> float:
+    """Return the mean time of runs, begun by all ranks at once."""
+    _most(0.0, device)  # waits for the others
+    count, spent, start = 0, 0.0, time.perf_counter()
+    while not count or goes_on(count, spent):
         run()
         _wait(device)
-        taken.append(time.perf_counter() - start)
-    return _most(median(taken[1:]), device)  # the first one allocates
+        count, spent = count + 1, time.perf_counter() - start
+    return spent / count
 
 
 def _most(value: float, device: torch.device) -> float:
