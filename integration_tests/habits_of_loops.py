@@ -485,14 +485,3 @@ def no_backward(run: Run) -> None:
     optimizer.step()
     optimizer.zero_grad()
     loop(run, model, optimizer)
-
-
-def penalty_alone(run: Run) -> None:
-    """Differentiates a penalty on the gradient of inputs by itself, then goes on."""
-    model, optimizer = run.start(Plain())
-    part = run.part(rows(1)[0])
-    part["x"].requires_grad_()
-    (grad,) = torch.autograd.grad(model(part), part["x"], create_graph=True)
-    grad.square().sum().backward()
-    optimizer.step()
-    run.finish(model)

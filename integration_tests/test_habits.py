@@ -123,13 +123,6 @@ def test_training_around_a_call_of_the_model_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp", "tp"])
-def test_a_gradient_that_no_call_started_is_refused(world2: World, plan: str) -> None:
-    message = "'embed.weight' got a gradient from a backward pass that did not start"
-    check(world2, ValueError, message, both, loops.penalty_alone, PLANS[plan])
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp", "zero3"])
 def test_gradients_that_a_program_asks_for_within_no_sync_are_refused(
     world2: World, plan: str

@@ -2,11 +2,16 @@
 
 The gradient of a tensor that is partial is whole, so placements on the way back have Replicate
 in place of Partial. The class is told of these functions, because they make tensors of it.
+
+[Note: gradients with a graph] Under ``create_graph=True`` gradients are differentiated in turn, so
+they go the same ways by the same functions. What a gradient of a gradient is, locally, is what the
+tensor itself was: the placements of the tensor on the way in or out are those of its gradient's
+gradient.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,10 +33,14 @@ class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, made: Layout, wanted: Placements | None) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.mesh, ctx.placements = made.mesh, wanted or without_partial(made.placements)
+        ctx.given = made.placements
         return wrap(*as_laid_out(local.detach(), made))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if _has_graph(grad):
+            placed = _gradient(grad, ctx.mesh).redistribute(placements=ctx.placements)
+            return placed.to_local(grad_placements=ctx.given), None, None
         return redistributed(_gradient(grad, ctx.mesh), ctx.placements)._local_tensor, None, None
 
 
@@ -42,6 +51,7 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, tensor: DTensor, wanted: Placements | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         made = layout_of(tensor)
         ctx.layout = made.placed(wanted or without_partial(made.placements))
+        ctx.given = made.placements
         local = handed_out(tensor._local_tensor)
         return local.view_as(local)
 
@@ -50,7 +60,7 @@ class ToLocal(torch.autograd.Function):
         # torch's own formulas take the shape of the rank that is shown for that of all.
         if is_emulated():
             check_local_shape(grad, ctx.layout.mesh, ctx.layout.placements, ctx.layout.shape)
-        return wrap(*as_laid_out(grad, ctx.layout)), None
+        return _wrapped(grad, ctx.layout, ctx.given), None
 
 
 class ToFull(torch.autograd.Function):
@@ -65,7 +75,8 @@ class ToFull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return redistributed(wrap(*as_laid_out(grad, ctx.layout)), ctx.target), None
+        whole = _wrapped(grad, ctx.layout, replicated(ctx.layout.mesh))
+        return _redistributed(whole, ctx.target), None
 
 
 class Redistribute(torch.autograd.Function):
@@ -79,7 +90,24 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return redistributed(_gradient(grad, ctx.mesh), ctx.placements), None
+        return _redistributed(_gradient(grad, ctx.mesh), ctx.placements), None
+
+
+def _has_graph(grad: Tensor) -> bool:
+    return grad.requires_grad and torch.is_grad_enabled()
+
+
+def _wrapped(local: Tensor, made: Layout, given: Placements) -> DTensor:
+    """Return a local gradient as a tensor, whose own gradient is placed as what was given."""
+    if _has_graph(local):
+        return cast(DTensor, FromLocal.apply(local, made, given))
+    return wrap(*as_laid_out(local, made))
+
+
+def _redistributed(grad: DTensor, placements: Placements) -> DTensor:
+    if _has_graph(grad):
+        return grad.redistribute(placements=placements)
+    return redistributed(grad, placements)
 
 
 def _gradient(grad: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -87,4 +115,4 @@ def _gradient(grad: Tensor, mesh: DeviceMesh) -> DTensor:
     if isinstance(grad, DISTRIBUTED):
         return as_dtensor(grad)
     made = layout(mesh, replicated(mesh), grad.shape, None, grad.dtype)
-    return wrap(*as_laid_out(grad, made))
+    return _wrapped(grad, made, replicated(mesh))

@@ -62,6 +62,10 @@ class BatchRows:
         """Whether a module computes over the rows of all ranks in what runs now."""
         return self._regions is not None and self._regions.coupling.is_within(fqn)
 
+    def run_over_all(self) -> bool:
+        """Whether code runs now that computes over the rows of all ranks."""
+        return self._regions is not None and self._regions.is_inside
+
     def _is_whole(self, given: Any) -> bool:
         regions = self._regions
         return regions is not None and (regions.is_inside or regions.is_whole(given))

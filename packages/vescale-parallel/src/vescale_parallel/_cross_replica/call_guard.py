@@ -22,6 +22,7 @@ from vescale_parallel._verify.threads import in_fresh_thread
 
 from .borders import NOWHERE, RowCoupling, joined
 from .check import CannotRunError, Given, UnclearRowsError, row_coupling
+from .gradients_of_parts import NoNumbersError
 from .row_counts import likely_row_counts, shapes_with_rows
 from .runs import RowCheckError, seeded
 from .small_batches import Extremes, in_double, largest_table, some_rows, within
@@ -167,7 +168,7 @@ class RowGuard:
         batches = (some_rows(given, num_rows, uneven=False, alike=kind) for kind in kinds)
         try:
             return self._coupling_of(subject, batches, is_scaled_down)
-        except CannotRunError:
+        except (CannotRunError, NoNumbersError):
             return NOWHERE  # such rows need not fit the model
 
     def _coupling_of(

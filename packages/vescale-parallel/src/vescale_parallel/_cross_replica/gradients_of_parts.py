@@ -22,6 +22,10 @@ class GradientsDifferError(RowCheckError):
     """Rows depend on each other in a backward pass alone, which nothing here can make right."""
 
 
+class NoNumbersError(GradientsDifferError):
+    """Likewise, but results are nan for these rows, as where every token of one is masked."""
+
+
 def compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
     """Raise if parameters' gradients are not the sum over parts."""
     outputs = whole.call.outputs
@@ -51,7 +55,8 @@ def compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
         if not math.isfinite(size):
             grad = grad.nan_to_num(posinf=0.0, neginf=0.0)
         if grad.numel() and not float(grad.abs().max()) <= 1e-6 * (size + 1e-3):
-            raise GradientsDifferError(
+            error = NoNumbersError if any(map(_has_nan, outputs)) else GradientsDifferError
+            raise error(
                 f"the gradient of {name!r} is not the sum over parts of the batch, though "
                 "results are made row by row; use data_parallel.size 1 and one micro-batch"
             )
@@ -59,6 +64,10 @@ def compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
 
 def has_gradient(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+
+
+def _has_nan(x: Any) -> bool:
+    return has_gradient(x) and bool(x.isnan().any())
 
 
 def _add_gradients(run: Run, cotangents: Sequence[Tensor | None], sums: dict[str, Tensor]) -> None:

@@ -9,7 +9,12 @@ from torch import Tensor
 
 
 class ScaledGradient(torch.autograd.Function):
-    """The same tensor, whose gradient is multiplied by a number."""
+    """The same tensor, whose gradient is multiplied by a number.
+
+    Where that is differentiated in turn, it is a tensor that crosses the same border on the way
+    back, with another value on each side: see [Note: gradients of regions]. Of both conventions
+    there the factor makes one, so gradients of gradients are the same, and have its gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -20,7 +25,22 @@ class ScaledGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad.requires_grad and torch.is_grad_enabled():
+            return _ScaledWithGraph.apply(grad, ctx.factor), None  # pyright: ignore[reportReturnType]
         return grad * ctx.factor, None
+
+
+class _ScaledWithGraph(torch.autograd.Function):
+    """A gradient multiplied by a number, whose own gradient is not."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, factor: float) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.factor = factor
+        return grad * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ScaledGradient.apply(grad, ctx.factor), None  # pyright: ignore[reportReturnType]
 
 
 def is_of_a_part(x: Tensor) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -196,12 +197,15 @@ class RowRegions:
                 yield
         finally:
             self._is_inside, self._mode.is_paused = False, was_paused
+            self._mode.parted.forget()
 
     def _leave(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a module that a region calls: give it this rank's part, if that is right."""
         # Not inside, but on the whole batch, is what checkpoint runs again in backward.
         if not (self._is_inside or self._converter.is_any_whole((args, kwargs))):
             return None
+        if any(map(self._converter.is_inside, module.parameters())):
+            return None  # functional_call has hung there what is made of all rows
         left = self._parts_for(fqn, (args, kwargs))
         if left is None:
             return None
@@ -260,6 +264,7 @@ class _WithRows(TorchFunctionMode):
     def __init__(self, converter: RowConverter) -> None:
         super().__init__()
         self._converter = converter
+        self.parted = _Parted()
         self.is_paused = False
 
     def pause(self) -> None:
@@ -281,17 +286,19 @@ class _WithRows(TorchFunctionMode):
         if self.is_paused:
             return func(*args, **named)
         tensors = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, Tensor)]
+        if self.parted.has_lost(tensors) and not _writes_to_first(func):
+            raise ValueError(_loss_of_gradient(func))
         if not tensors:
             # Made from nothing (an index, zeros to add to): what ranks make is the same.
             made = func(*args, **named)
             return self._converter.replicated(made) if type(made) is Tensor else made
+        if func is torch.autograd.grad:
+            return self._gradients(*args, **named)
         if len(tensors) > 1 and any(map(self._converter.is_inside, tensors)):
             if _writes_to_first(func) and _loses_gradient(tensors):
-                raise ValueError(
-                    f"{getattr(func, '__name__', func)} writes into a tensor of this rank what "
-                    "is made of all rows of the batch, which would lose its gradient; make the "
-                    "tensor with x.new_zeros or torch.zeros_like, or use data_parallel.size 1"
-                )
+                if not self.parted.take(tensors[0]):
+                    raise ValueError(_loss_of_gradient(func))
+                args, named = pytree.tree_map_only(Tensor, _without_graph, (args, named))
             if func == _SET_DATA and not self._converter.is_inside(args[0]):
                 return func(args[0], args[1].full_tensor())
             if named.get("max_norm") is not None and func in _EMBEDDINGS:
@@ -299,9 +306,85 @@ class _WithRows(TorchFunctionMode):
             if any(is_of_a_part(x) for x in tensors if not self._converter.is_inside(x)):
                 raise ValueError(_OF_A_PART)
             args, named = pytree.tree_map_only(Tensor, self._converter.replicated, (args, named))
-        return func(*args, **named)
+            return func(*args, **named)
+        made = func(*args, **named)
+        if torch.is_grad_enabled():
+            self.parted.see(func, tensors[0], made)
+        return made
+
+    def _gradients(
+        self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **named: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Differentiate by parameters themselves, of whose gradients each rank has a part."""
+        of_all_rows = any(map(self._converter.is_inside, pytree.tree_leaves(outputs)))
+        if of_all_rows:
+            grad_outputs = pytree.tree_map_only(Tensor, self._converter.replicated, grad_outputs)
+        made = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **named)
+        by = [inputs] if isinstance(inputs, Tensor) else inputs
+        return tuple(
+            grad
+            if grad is None or not of_all_rows or self._converter.is_inside(each)
+            else self._converter.mean(grad)
+            for each, grad in zip(by, made, strict=True)
+        )
 
 
+class _Parted:
+    """Plain tensors that code took off their graph, by ``.data`` or ``detach()``, to write to.
+
+    What is written to such a one gives it a gradient, and none to the buffer whose memory it is:
+    code that updates running sums means that, and does not read the tensor itself afterwards.
+    """
+
+    def __init__(self) -> None:
+        # With whether a gradient was lost there.
+        self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
+
+    def see(self, func: Callable[..., Any], first: Tensor, made: Any) -> None:
+        """Note a result that is such a tensor, or a view of one."""
+        if type(made) is not Tensor or self._is_known(made):
+            return
+        if func in _PARTS or (self._is_known(first) and _address(made) == _address(first)):
+            self._known[id(made)] = weakref.ref(made), False
+
+    def take(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one; what is written to it now has no gradient."""
+        if not self._is_known(tensor):
+            return False
+        self._known[id(tensor)] = weakref.ref(tensor), True
+        return True
+
+    def has_lost(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one of some tensors would have a gradient on one device."""
+        return any(self._is_known(each) and self._known[id(each)][1] for each in tensors)
+
+    def forget(self) -> None:
+        """Know none."""
+        self._known.clear()
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        known = self._known.get(id(tensor))
+        return known is not None and known[0]() is tensor
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _loss_of_gradient(func: Callable[..., Any]) -> str:
+    return (
+        f"{getattr(func, '__name__', func)} writes into a tensor of this rank, or reads from one, "
+        "what is made of all rows of the batch, which would lose its gradient; make the tensor "
+        "with x.new_zeros or torch.zeros_like, write what is detached (x.detach()), or use "
+        "data_parallel.size 1"
+    )
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    return tensor.detach() if isinstance(tensor, DTensor) and tensor.requires_grad else tensor
+
+
+_PARTS: Any = (Tensor.data.__get__, Tensor.detach)  # pyright: ignore[reportAttributeAccessIssue]: a descriptor
 _OF_A_PART = (
     "what a module made of this rank's rows meets what is made of all rows of the batch, and the "
     "module handed it over by a list or an object outside of the model; return it, or keep it in "

@@ -99,7 +99,7 @@ class RowConverter:
         if self._is_whole(tensor):
             return tensor
         if isinstance(rows, MeanOfParts):
-            return self._mean(tensor)
+            return self.mean(tensor)
         over_tp: tuple[Placement, ...] = (Replicate(),) if self._tp_mesh is not None else ()
         shape, local = list(tensor.shape), tensor
         if is_on(tensor, self._tp_mesh):
@@ -119,7 +119,7 @@ class RowConverter:
             grad_placements=(Partial() if rows is None else placement,) * self._num_axes + over_tp,
         )
 
-    def _mean(self, number: Tensor) -> DTensor:
+    def mean(self, number: Tensor) -> DTensor:
         """Return the mean over the ranks that share the batch."""
         over_tp = (Replicate(),) * (self._mesh.ndim - self._num_axes)
         # Of the mean each rank's number is a part, but it has one device's gradient here.

@@ -13,7 +13,8 @@ backward pass. What stays is what one call has gathered: the next call lets go o
 
 [Note: passes with a graph] What a backward pass with ``create_graph=True`` computes is
 differentiated in another one, before that comes to any block. So from such a pass on nothing is
-freed, until a pass without a graph has ended.
+freed, until a pass without a graph has ended. Nor is anything started: what is not needed would be
+dropped, and what is under way be read before it is there.
 
 Where they are not the same, ranks that come to the same groups by and by still exchange the same
 ones, so nothing is mixed up; where they do not, the order in which gathers are started tells; see
@@ -65,6 +66,11 @@ class Prefetch:
         self._last: Gatherable | None = None
         # See [Note: passes with a graph]: whether there was one, and whether the last one was.
         self._holds, self._had_graph = False, False
+
+    @property
+    def is_in_pass(self) -> bool:
+        """Whether a pass has begun and not ended."""
+        return self._kind is not None
 
     def order_of(self, kind: Hashable) -> Sequence[Gatherable]:
         """Return what the last pass of a kind needed, in order."""
@@ -162,6 +168,8 @@ class Prefetch:
             self._under_way.pop().drop_gather()
 
     def _start_next(self) -> None:
+        if self._holds:
+            return
         for group in islice(self._upcoming(), self._depth):
             if group not in self._under_way and len(self._under_way) < self._depth:
                 self._under_way.append(group)

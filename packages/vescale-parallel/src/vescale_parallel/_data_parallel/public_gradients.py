@@ -74,9 +74,9 @@ def refuse_stray_gradients(params: Iterable[ShardedParameter]) -> None:
             param.unsharded.grad = None
             raise ValueError(
                 f"{param.fqns[0]!r} got a gradient from a backward pass that did not start at "
-                "what a call of the model returned, as that of torch.autograd.grad(..., "
-                "create_graph=True) alone; it was not summed over ranks. Add it to the loss, "
-                "(loss + penalty).backward()"
+                "what a call of the model returned, nor at a gradient of what it was given, but "
+                "at what a hook has kept for example; it was not summed over ranks. Have forward "
+                "return it"
             )
 
 

@@ -222,10 +222,7 @@ class ZeroState:
     def finish_backward(
         self, scale: Tensor | None, on_stages: Iterable[ShardedParameter] = ()
     ) -> None:
-        """Reduce the gradients that are left, and add all to the distributed parameters.
-
-        ``on_stages`` are those of which a stage of a pipeline has one.
-        """
+        """Reduce what is left, and add all to public parameters; stages used ``on_stages``."""
         scale = self._settle_unsynced(scale)
         if not self._reduces_now:
             return self._keep_unsynced(on_stages)
@@ -281,7 +278,7 @@ class ZeroState:
             self._gathers.end()
             self.finish_backward(None, on_stages)
 
-    def _begin_backward(self, grad: Tensor) -> None:
+    def _begin_backward(self, grad: Tensor | None = None) -> None:
         if not self._in_backward:
             self.enter_backward()
             call_after_backward(self.leave_backward)
@@ -307,6 +304,8 @@ class ZeroState:
 
     def _enter_backward_of(self, param_group: ParamGroup) -> None:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
+        if not self._gathers.is_in_pass:  # from what a hook has kept, and no call returned
+            self._begin_backward()
         self._leave_blocks()
         self._open = [param_group]
         if self._frees:

@@ -1,9 +1,10 @@
 """Gradients of a call's inputs, where its loss is a mean over ranks.
 
-A rank differentiates its own part of the loss, and gradients of parameters are averaged over
-ranks. A row is on one rank alone, so the gradient of an input is divided by the number of ranks
-there, in passes that come from such a mean. What comes from results with rows alone, ``out.sum()``
-for example, is of what the program made of its own rows.
+A rank differentiates its own part of the loss, or, of one that all ranks compute together, what
+averages to its gradient; gradients of parameters are averaged over ranks. A row is on one rank
+alone, so the gradient of an input is divided by the number of ranks there, in passes that come
+from such a mean. What comes from results with rows alone, ``out.sum()`` for example, is of what
+the program made of its own rows.
 """
 
 from __future__ import annotations
@@ -38,6 +39,18 @@ class InputsOfMeans:
     def comes_from_mean(self) -> bool:
         """Whether it does."""
         return self._pass == backward_pass()
+
+    def note_results(self, output: Any, with_rows: Sequence[bool]) -> None:
+        """Have backward passes from what was made of the batch of all ranks count as such.
+
+        ``with_rows`` says of every leaf whether it is this rank's rows, as far as that is known.
+        """
+        leaves = pytree.tree_leaves(output)
+        if len(with_rows) != len(leaves):
+            with_rows = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
+        for leaf, has_rows in zip(leaves, with_rows, strict=True):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and not has_rows:
+                leaf.register_hook(lambda grad: self.note_mean())
 
     def watched(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[object] | None

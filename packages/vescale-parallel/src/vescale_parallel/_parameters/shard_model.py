@@ -102,7 +102,7 @@ def shard_parameters(
         if param.unsharded is None:
             like = param.sharded
             param.placeholder = placeholder(like.shape, like.dtype, this_device())
-        param.show_sharded()
+        param.hang()
         params.append(param)
     mark_replaced({fqns[0]: tensors[key] for key, fqns in names.items()})
     return params

@@ -81,9 +81,9 @@ class ShardedParameter:
             if module._parameters.get(name) is not self.sharded or not is_held:
                 raise ValueError(
                     f"{fqn!r} was replaced after parallelize, by functional_call or accelerate's "
-                    "prepare for example, which cannot take effect; change values in place "
-                    "(load_state_dict without assign=True, or copy_ under no_grad), and convert "
-                    "dtypes before parallelize"
+                    "prepare for example, or by forward, which cannot take effect; change values "
+                    "in place (load_state_dict without assign=True, or copy_ under no_grad), and "
+                    "convert dtypes before parallelize"
                 )
 
     def refuse_calls_outside(self) -> None:
@@ -97,19 +97,43 @@ class ShardedParameter:
             check = functools.partial(_check_part, name, fqn, self.unsharded.shape)
             module.register_forward_pre_hook(check, prepend=True)
 
-    def show_sharded(self) -> None:
-        """Hang the public parameter on the modules."""
+    def hang(self) -> None:
+        """Hang the public parameter on the modules, whatever is there."""
         for module, name in self.sites:
             module._parameters[name] = self.sharded
 
+    def show_sharded(self) -> None:
+        """Hang the public parameter on the modules, but where code has hung another; see below."""
+        for module, name in self.sites:
+            held = module._parameters.get(name)
+            if held is self.unsharded or held is self.placeholder:
+                module._parameters[name] = self.sharded
+
     def show_unsharded(self) -> None:
-        """Hang the plain parameter on the modules."""
+        """Hang the plain parameter on the modules, but where code has hung another.
+
+        ``torch.func.functional_call`` takes it away again. What forward itself assigned stays, for
+        :meth:`check_in_place` to find.
+        """
         if self.unsharded is not None:
             self.unsharded.requires_grad_(self.sharded.requires_grad)
         plain = self.unsharded if self.unsharded is not None else self.placeholder
         if plain is not None:
             for module, name in self.sites:
-                module._parameters[name] = plain  # pyright: ignore[reportArgumentType]: used as a Parameter
+                held = module._parameters.get(name)
+                if held is self.sharded or held is plain:
+                    module._parameters[name] = plain  # pyright: ignore[reportArgumentType]: used as a Parameter
+                elif isinstance(held, DTensor):
+                    raise ValueError(_made_of_shards(self.fqns[0]))
+
+
+def _made_of_shards(fqn: str) -> str:
+    return (
+        f"{fqn!r} was replaced for a call of its block, by torch.func.functional_call for "
+        "example, with what was made of distributed parameters: zero_stage 2 and 3 keep those "
+        "of a block sharded outside of its forward. Use data_parallel.zero_stage 1, or give it "
+        "what is made of other plain tensors"
+    )
 
 
 def _check_part(name: str, fqn: str, shape: torch.Size, module: nn.Module, args: object) -> None:

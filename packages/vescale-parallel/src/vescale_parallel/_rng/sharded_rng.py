@@ -75,6 +75,7 @@ class ShardedRng:
     Attributes:
         is_drawing: Whether a draw is being made; what it is made of counts for no module.
         running: Modules that draw, the innermost one last.
+        is_of_all_rows: Tells whether code runs that computes over the batch of all ranks.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class ShardedRng:
         self.is_drawing = self._has_drawn = self._begins_late = False
         self._warned: set[str] = set()
         self.running: list[_Drawing] = []
+        self.is_of_all_rows: Callable[[], bool] = lambda: False
 
     def install(self, model: nn.Module, *, compiled: bool = False) -> None:
         """Have modules draw in parts while their forward runs, in place.
@@ -214,8 +216,9 @@ class ShardedRng:
             return func(*args, **kwargs)
         self.is_drawing = self._has_drawn = True
         try:
-            if any(isinstance(arg, DTensor) for arg in args):
-                # In a region: a tensor of the whole batch draws what one device draws.
+            if any(isinstance(arg, DTensor) for arg in args) or self.is_of_all_rows():
+                # In a region: a tensor of the whole batch draws what one device draws, and so does
+                # one of its size that is made from nothing.
                 return func(*args, **kwargs)
             at = mark(fqn, index)
             cut = self._cut(drawn_shape(args), scope, index, at)

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, announced_failures, profiler_range
 from vescale_parallel._cross_replica.batch import BatchRows
+from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.equal_rows import EqualRows
 from vescale_parallel._loss.inputs_of_means import InputsOfMeans
@@ -20,6 +21,7 @@ from vescale_parallel._loss.output import is_loss, refuse_closed
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._loss.token_mean import AverageOverRanks, TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
+from vescale_parallel._parameters.ends_of_call import EndsOfCall
 from vescale_parallel._pipeline.execution import tensors_with_graph
 from vescale_parallel._pipeline.step import PipelineStep
 from vescale_parallel._rng.sharded_rng import ShardedRng
@@ -93,6 +95,7 @@ class Engine:
     has_run: bool = False
 
     def __post_init__(self) -> None:
+        self.rng.is_of_all_rows = self.rows.run_over_all
         self.equal_rows = EqualRows(self.data_ranks, is_delayed=self.mesh.device_type != "cpu")
 
     def call(
@@ -103,6 +106,8 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Any:
         """Run the model on this rank's batch. Every rank must call this."""
+        if self.is_running:  # its forward calls itself, which is a part of the call
+            return forward(*args, **kwargs)
         args, kwargs = self.completed(*self.arguments.by_name(args, kwargs))
         phase = "forward" if self.pipeline is None else "pipeline"
         with announced_failures(), profiler_range(phase):
@@ -164,8 +169,10 @@ class Engine:
                 if self.accumulation is not None and torch.is_grad_enabled():
                     rows = coupling.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
+                ends = self._ends_of_call()
+                forward = ends.with_inputs(forward)
                 with self.rng.of_call(model, args, kwargs, num_rows):
-                    return self._watched(self._call_directly(forward, args, kwargs, num_rows))
+                    return ends.results(self._call_directly(forward, args, kwargs, num_rows))
         finally:
             self.is_running = False
             self.parameters.end_forward()
@@ -206,15 +213,17 @@ class Engine:
             return forward(*args, **kwargs)
         means = TokenMeans(ranks.size, lambda _, count: ranks.total(count))
         inputs = InputsOfMeans(ranks.num_parts)
-        is_cut = ranks.num_parts == ranks.size and not self.rows.coupling.is_region("")
-        if is_cut and torch.is_grad_enabled():
-            rows = self.rows.coupling.rows_of(args, kwargs)
+        coupling = self.rows.coupling
+        if ranks.num_parts == ranks.size and torch.is_grad_enabled():
+            rows = coupling.rows_of(args, kwargs)
             args, kwargs = inputs.watched(args, kwargs, rows)
         with means:
             output = forward(*args, **kwargs)
         self._check_plain(output)
-        if self.rows.coupling.is_region(""):
-            return output  # of the whole batch already
+        if coupling.is_region(""):  # of the whole batch already
+            returned = coupling.returned or ()
+            inputs.note_results(output, [isinstance(rows, Rows) for _, rows in returned])
+            return output
         if self.is_at_uneven():
             _check_counted(output, means)
         output = self.losses.checked(output, means, knows_rows=self.rows.is_checked)
@@ -233,26 +242,13 @@ class Engine:
                 self.losses.warn_of_none()
         return output
 
-    def _watched(self, output: Any) -> Any:
-        """Have backward from any result gather parameters as it begins, and find public ones."""
-        if not torch.is_grad_enabled():
-            return output
-        graph = self.parameters.asked.of_call()
-        watched: dict[int, Tensor] = {}
-
-        def watch(leaf: Tensor) -> Tensor:
-            if not leaf.requires_grad:
-                return leaf
-            if id(leaf) not in watched:
-                # Hooks run in the order they came in. What the last block returned, and forward
-                # as it was, has the block's; backward of the call begins before that of a block.
-                first = leaf.view_as(leaf) if leaf._backward_hooks else leaf
-                self.parameters.watch(first)
-                self.logits.plain_gradient_of(first)
-                watched[id(leaf)] = first if graph is None else graph.led_to_by(first)
-            return watched[id(leaf)]
-
-        return pytree.tree_map_only(Tensor, watch, output)
+    def _ends_of_call(self) -> EndsOfCall:
+        return EndsOfCall(
+            self.parameters.watch,
+            self.logits.plain_gradient_of,
+            self.parameters.asked.of_call,
+            lambda: self.is_running,
+        )
 
     def _check_plain(self, output: Any) -> None:
         """Refuse a result that mixes this rank's rows with parameters that all ranks hold."""
