@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -35,6 +34,7 @@ from .borders import NOWHERE, RowCoupling, Rows
 from .kept import settle_attributes
 from .part_gradients import is_of_a_part
 from .row_converter import RowConverter
+from .writes import Parted, loses_gradient, loss_of_gradient, without_graph, writes_to_first
 
 
 class RowByRow(Protocol):
@@ -264,7 +264,7 @@ class _WithRows(TorchFunctionMode):
     def __init__(self, converter: RowConverter) -> None:
         super().__init__()
         self._converter = converter
-        self.parted = _Parted()
+        self.parted = Parted()
         self.is_paused = False
 
     def pause(self) -> None:
@@ -286,8 +286,8 @@ class _WithRows(TorchFunctionMode):
         if self.is_paused:
             return func(*args, **named)
         tensors = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, Tensor)]
-        if self.parted.has_lost(tensors) and not _writes_to_first(func):
-            raise ValueError(_loss_of_gradient(func))
+        if self.parted.has_lost(tensors) and not writes_to_first(func):
+            raise ValueError(loss_of_gradient(func))
         if not tensors:
             # Made from nothing (an index, zeros to add to): what ranks make is the same.
             made = func(*args, **named)
@@ -295,10 +295,10 @@ class _WithRows(TorchFunctionMode):
         if func is torch.autograd.grad:
             return self._gradients(*args, **named)
         if len(tensors) > 1 and any(map(self._converter.is_inside, tensors)):
-            if _writes_to_first(func) and _loses_gradient(tensors):
+            if writes_to_first(func) and loses_gradient(tensors):
                 if not self.parted.take(tensors[0]):
-                    raise ValueError(_loss_of_gradient(func))
-                args, named = pytree.tree_map_only(Tensor, _without_graph, (args, named))
+                    raise ValueError(loss_of_gradient(func))
+                args, named = pytree.tree_map_only(Tensor, without_graph, (args, named))
             if func == _SET_DATA and not self._converter.is_inside(args[0]):
                 return func(args[0], args[1].full_tensor())
             if named.get("max_norm") is not None and func in _EMBEDDINGS:
@@ -329,62 +329,6 @@ class _WithRows(TorchFunctionMode):
         )
 
 
-class _Parted:
-    """Plain tensors that code took off their graph, by ``.data`` or ``detach()``, to write to.
-
-    What is written to such a one gives it a gradient, and none to the buffer whose memory it is:
-    code that updates running sums means that, and does not read the tensor itself afterwards.
-    """
-
-    def __init__(self) -> None:
-        # With whether a gradient was lost there.
-        self._known: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
-
-    def see(self, func: Callable[..., Any], first: Tensor, made: Any) -> None:
-        """Note a result that is such a tensor, or a view of one."""
-        if type(made) is not Tensor or self._is_known(made):
-            return
-        if func in _PARTS or (self._is_known(first) and _address(made) == _address(first)):
-            self._known[id(made)] = weakref.ref(made), False
-
-    def take(self, tensor: Tensor) -> bool:
-        """Whether a tensor is one; what is written to it now has no gradient."""
-        if not self._is_known(tensor):
-            return False
-        self._known[id(tensor)] = weakref.ref(tensor), True
-        return True
-
-    def has_lost(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether one of some tensors would have a gradient on one device."""
-        return any(self._is_known(each) and self._known[id(each)][1] for each in tensors)
-
-    def forget(self) -> None:
-        """Know none."""
-        self._known.clear()
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        known = self._known.get(id(tensor))
-        return known is not None and known[0]() is tensor
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _loss_of_gradient(func: Callable[..., Any]) -> str:
-    return (
-        f"{getattr(func, '__name__', func)} writes into a tensor of this rank, or reads from one, "
-        "what is made of all rows of the batch, which would lose its gradient; make the tensor "
-        "with x.new_zeros or torch.zeros_like, write what is detached (x.detach()), or use "
-        "data_parallel.size 1"
-    )
-
-
-def _without_graph(tensor: Tensor) -> Tensor:
-    return tensor.detach() if isinstance(tensor, DTensor) and tensor.requires_grad else tensor
-
-
-_PARTS: Any = (Tensor.data.__get__, Tensor.detach)  # pyright: ignore[reportAttributeAccessIssue]: a descriptor
 _OF_A_PART = (
     "what a module made of this rank's rows meets what is made of all rows of the batch, and the "
     "module handed it over by a list or an object outside of the model; return it, or keep it in "
@@ -403,19 +347,6 @@ def _limit_norms(
     all_indices = indices.full_tensor() if isinstance(indices, DTensor) else indices
     with torch.no_grad():
         torch.embedding_renorm_(weight.detach(), all_indices.contiguous(), max_norm, norm_type)
-
-
-def _writes_to_first(func: Callable[..., Any]) -> bool:
-    name: str = getattr(func, "__name__", "")
-    is_dunder = name.startswith("__")
-    return name.startswith(("__i", "__setitem__")) if is_dunder else name.endswith("_")
-
-
-def _loses_gradient(tensors: Sequence[Tensor]) -> bool:
-    first, *others = tensors
-    if isinstance(first, DTensor) or first.requires_grad or not torch.is_grad_enabled():
-        return False
-    return any(tensor.requires_grad for tensor in others)
 
 
 def _settle_buffers(module: nn.Module) -> None:
