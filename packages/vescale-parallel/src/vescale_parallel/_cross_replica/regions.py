@@ -32,8 +32,7 @@ from vescale_parallel._torch_private import current_function_mode, pytree
 
 from .borders import NOWHERE, RowCoupling, Rows
 from .kept import settle_attributes
-from .part_gradients import is_of_a_part
-from .row_converter import RowConverter
+from .row_converter import RowConverter, is_of_a_part
 from .writes import Parted, loses_gradient, loss_of_gradient, without_graph, writes_to_first
 
 
