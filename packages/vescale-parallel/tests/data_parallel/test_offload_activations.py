@@ -39,7 +39,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         attended = (q @ k.mT / 4).softmax(-1) @ v
-        return x + self.drop(self.out(attended.tanh() * self.scale).mT.contiguous().mT.relu_())
+        return x + self.drop(
+            self.out(attended.tanh() * self.scale.to(x.dtype)).mT.contiguous().mT.relu_()
+        )
 
 
 class Net(nn.Module):
