@@ -140,3 +140,35 @@ def test_what_a_layer_hands_over_outside_of_the_model_is_refused_where_rows_meet
     world2: World,
 ) -> None:
     check(world2, ValueError, "handed it over by a list or an object outside", handed_over)
+
+
+class Given(nn.Linear):
+    """Notes the types of what it is given."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.seen = {type(input), *map(type, self.parameters())}
+        return super().forward(input).tanh()
+
+
+class Spread(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Given(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x - x.mean(0)).square().mean()  # rows meet
+
+
+def given_to_layers(plan: Constraints) -> set[type]:
+    model: Any = vescale.parallelize(make_plan(plan), Spread())
+    model(torch.randn(4, 4)).backward()
+    return set().union(*(layer.seen for layer in model.layers))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3"])
+def test_layers_without_such_rows_are_given_plain_tensors(world2: World, plan: str) -> None:
+    for seen in world2.run(given_to_layers, PLANS[plan][2]):
+        assert seen == {Tensor, nn.Parameter}

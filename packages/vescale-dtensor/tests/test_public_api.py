@@ -42,6 +42,7 @@ def test_public_names_are_these() -> None:
         "full",
         "is_sharded",
         "layout_text",
+        "leave_uncompiled",
         "listening_to_ranges",
         "local_boxes",
         "local_shape",

@@ -303,8 +303,8 @@ _eval_frame: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttribut
 
 
 def is_in_compiled_function() -> bool:
-    """Whether torch.compile would compile the next function that Python calls."""
-    return callable(_eval_frame.get_eval_frame_callback())
+    """Whether torch.compile compiles this, or would compile the next function that is called."""
+    return torch.compiler.is_compiling() or callable(_eval_frame.get_eval_frame_callback())
 
 
 @contextlib.contextmanager

@@ -77,6 +77,7 @@ class RowRegions:
         self._mode = _WithRows(self._converter)
         self._wrapped: dict[str, nn.Module] = {}
         self._hooked: set[str] = set()
+        self._own: set[int] = set()  # parameters of the model, which ZeRO 3 shows as shards
         # Whether a region's own code runs, and the modules that it left to run on parts,
         # innermost last, with what makes their outputs whole, and whether it runs again behind
         # them.
@@ -111,6 +112,7 @@ class RowRegions:
         """Have modules compute over all rows where a check has found that they need them."""
         names = coupling.names([name for name, _ in model.named_modules()])
         self.prepare(model, names)
+        self._own.update(map(id, model.parameters()))
         for fqn in {*names, *self._by_row}:
             if fqn in self._hooked or self._is_in_list(fqn):
                 continue
@@ -203,8 +205,8 @@ class RowRegions:
         # Not inside, but on the whole batch, is what checkpoint runs again in backward.
         if not (self._is_inside or self._converter.is_any_whole((args, kwargs))):
             return None
-        if any(map(self._converter.is_inside, module.parameters())):
-            return None  # functional_call has hung there what is made of all rows
+        if any(map(self._is_made_of_all_rows, module.parameters())):
+            return None
         left = self._parts_for(fqn, (args, kwargs))
         if left is None:
             return None
@@ -214,6 +216,10 @@ class RowRegions:
         self._left.append((module, whole, self._is_inside))
         self._is_inside = False
         return given
+
+    def _is_made_of_all_rows(self, param: Tensor) -> bool:
+        """Whether functional_call, say, has hung it there; the model's own may be shards."""
+        return id(param) not in self._own and self._converter.is_inside(param)
 
     def _parts_for(self, fqn: str, tree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
         """Return what a module is given of a call, and what makes whole what it returns.

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._torch_private import loss_kernels
+from vescale_parallel._torch_private import is_in_compiled_function, loss_kernels
 
 _NAMES = ("cross_entropy_loss", "nll_loss_nd")  # of F.cross_entropy and F.nll_loss
 
@@ -122,7 +122,7 @@ def leave_in_blocks(model: nn.Module, blocks: Sequence[str]) -> None:
     """Have listeners leave their mode while blocks run, by hooks around all others."""
 
     def before(block: nn.Module, _: Any) -> None:
-        if not torch.compiler.is_compiling() and (listener := innermost()) is not None:
+        if not is_in_compiled_function() and (listener := innermost()) is not None:
             listener.leave(block)
 
     def after(block: nn.Module, _: Any, output: Any) -> None:

@@ -28,7 +28,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 from vescale_parallel._torch_private import is_in_compiled_function, untraced
@@ -50,11 +49,7 @@ class ParallelModule(nn.Module):
         if "torch._dynamo" not in sys.modules:
             return self._vescale_engine.call(super().__call__, self, args, kwargs)
         # Of a call that torch.compile traces, this is all that it sees.
-        is_compiled = (
-            self._compiled_call_impl is not None
-            or torch.compiler.is_compiling()
-            or is_in_compiled_function()
-        )
+        is_compiled = self._compiled_call_impl is not None or is_in_compiled_function()
         forward = self._call_impl if is_compiled else super().__call__
         return _as_written(self, forward, args, kwargs, is_compiled)
 
