@@ -38,8 +38,17 @@ class EndsOfCall:
     is_running: Callable[[], bool]
     _graphs: list[CallGraph | None] = field(default_factory=list["CallGraph | None"])
 
-    def with_inputs(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs forward on its arguments, watched for gradients with a graph."""
+    def with_inputs(
+        self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """Return what runs forward on such arguments, watched for gradients with a graph.
+
+        Forward itself if none of them needs a gradient.
+        """
+        if not torch.is_grad_enabled() or not any(
+            map(_is_wanted, pytree.tree_leaves((args, kwargs)))
+        ):
+            return forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = self._inputs(args, kwargs)
@@ -51,8 +60,6 @@ class EndsOfCall:
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = tuple(args), dict(kwargs)
-        if not torch.is_grad_enabled() or not any(map(_is_wanted, pytree.tree_leaves(given))):
-            return given
         watched: dict[int, Tensor] = {}
 
         def watch(leaf: Tensor) -> Tensor:

@@ -170,7 +170,7 @@ class Engine:
                     rows = coupling.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
                 ends = self._ends_of_call()
-                forward = ends.with_inputs(forward)
+                forward = ends.with_inputs(forward, args, kwargs)
                 with self.rng.of_call(model, args, kwargs, num_rows):
                     return ends.results(self._call_directly(forward, args, kwargs, num_rows))
         finally:
