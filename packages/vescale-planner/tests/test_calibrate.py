@@ -39,6 +39,7 @@ def test_the_turns_of_others_on_a_shared_processor_are_counted(
     with monkeypatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: spent[0])
         found = calibrate._seconds(run, torch.device("cpu"))
+    # A round need not end behind a slow run: of some 50 runs one more or less may be slow.
     assert found == pytest.approx(2e-3, rel=0.05)
 
 
