@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
 import os
 import pickle
 import signal
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,3 +251,23 @@ def test_a_closed_world_starts_again() -> None:
     world.close()
     assert process_ids(world) != before
     world.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_fork_does_not_free_process_groups_of_earlier_tests(tmp_path: Path) -> None:
+    """It would wait for threads that it does not have."""
+    garbage: list[object] = []
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    gc.disable()
+    try:
+        garbage.extend((dist.group.WORLD, garbage))
+        dist.destroy_process_group()
+        del garbage
+        worker = multiprocessing.get_context("fork").Process(target=gc.collect)
+        worker.start()
+    finally:
+        gc.enable()
+    worker.join(20)
+    ended = worker.exitcode
+    worker.kill()
+    assert ended == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +17,9 @@ from ._world import World
 def pytest_configure() -> None:
     """Have tests compute with one thread, as ranks do: sums of several have other bits."""
     torch.set_num_threads(1)
+    # A process group waits for its threads when it is freed, and a fork has none of them: a
+    # worker of a DataLoader that came upon the garbage of an earlier test waited for ever.
+    os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
 
 
 @pytest.fixture(scope="session")
