@@ -56,6 +56,8 @@ def test_one_process_measures_its_machine_and_plans_with_it(tmp_path: Path) -> N
     declared = Cluster.of_this_machine(1)
     assert found.memory_bytes == declared.memory_bytes
     assert found.flops_per_second != declared.flops_per_second
+    # A block's element-wise operators compute exponentials and write memory that is new.
+    assert 0 < found.memory_efficiency < 1
     # torch alone takes over 100 MB; what was multiplied to measure is freed.
     resident = peak_nbytes()
     assert 100e6 < found.reserved_bytes <= resident

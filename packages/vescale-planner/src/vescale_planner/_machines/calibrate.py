@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 # Rows and columns of what is multiplied: narrow, usual and wide.
 _WIDTHS = (64, 128, 256, 512, 1024)
@@ -39,7 +40,8 @@ def measured() -> dict[str, Any]:
     peaks: dict[int, float] = {}
     for dtype in dtypes:
         peaks[dtype.itemsize], fields["half_width"] = _products(dtype, device)
-    fields["memory_bytes_per_second"] = _memory(device)
+    fields["memory_bytes_per_second"] = memory = _memory(device)
+    fields["memory_efficiency"] = min(1.0, _element_wise(dtypes[-1], device) / memory)
     peak = peaks[dtypes[-1].itemsize]
     fields["attention_efficiency"] = min(1.0, _attention(dtypes[-1], device) / peak)
     fields["launch_seconds"] = _launch(device)
@@ -47,8 +49,7 @@ def measured() -> dict[str, Any]:
     if (reserved := _reserved(device)) is not None:
         fields["reserved_bytes"] = round(_most(reserved, device))
     # What is measured is what is reached.
-    fields |= {"flops_per_second": peaks, "efficiency": 1.0, "memory_efficiency": 1.0}
-    return fields | {"link_efficiency": 1.0}
+    return fields | {"flops_per_second": peaks, "efficiency": 1.0, "link_efficiency": 1.0}
 
 
 def fitted_rate(widths: list[int], rates: list[float]) -> tuple[float, float]:
@@ -89,6 +90,33 @@ def _memory(device: torch.device) -> float:
     x = torch.ones(2**24, device=device)
     y = torch.ones_like(x)
     return 3 * x.nbytes / _seconds(lambda: x.add_(y), device)
+
+
+def _element_wise(dtype: torch.dtype, device: torch.device) -> float:
+    """Return the bytes a second of a block's and a loss's operators beside products.
+
+    They write memory that is new, and compute exponentials: on processors they reach a fifth of
+    what adding in place does. The bytes are those that are priced: what forward keeps is written
+    and read, in each direction.
+    """
+    width = _WIDTHS[-1]
+    rows = 2**16 if device.type == "cuda" else 2**10  # starting operators takes no part of it
+    x, gate = (torch.randn(rows, width, device=device).to(dtype).requires_grad_() for _ in "xg")
+    classes = torch.zeros(rows, dtype=torch.int64, device=device)
+    kept: dict[int, int] = {}
+
+    def keep(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    def forward() -> Tensor:
+        hidden = F.silu(F.layer_norm(x, (width,))) * gate + x
+        return F.cross_entropy(hidden, classes)
+
+    with saved_tensors_hooks(keep, lambda saved: saved):
+        forward()
+    return 4 * sum(kept.values()) / _seconds(lambda: forward().backward(), device)
 
 
 def _launch(device: torch.device) -> float:
