@@ -10,8 +10,8 @@ thread each, in processes of its own. Prints JSON; ``plans`` has of each
 - ``mb``: predicted and measured memory of the fullest rank, above what it has before the model;
   measured as the peak of resident memory in a second step, in processes whose allocator gives back
   at once what is freed: else holes that earlier steps left are counted, which torch's statistics
-  of GPUs do not count either; gradients are cleared before backward, so that those of the last
-  step are there in forward, as is priced,
+  of GPUs do not count either. Gradients are priced throughout a step: those of the last one are
+  cleared behind forward, but before it where micro-batches have theirs in it,
 
 and ``models`` has of each model the rank correlation of the times, the mean and the largest error
 of time and memory, and ``chosen``: the measured time of the plan with the least predicted time, as
@@ -268,6 +268,7 @@ def step_mb(model: str, plan: str) -> float:
     before = resident("RssAnon")
     step = trained(model, plan)
     step()
+    _give_back()
     peak_nbytes(reset=True)
     step()
     return resident("VmHWM") - resident("RssFile") - before
@@ -282,10 +283,15 @@ def trained(model: str, plan: str) -> Callable[[], None]:
     batch = {name: whole[first : first + rows] for name, whole in rows_of(model, ROWS).items()}
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-4)
 
+    in_parts = parsed.batch.gradient_accumulation > 1 or parsed.pipeline_parallel.size > 1
+
     def step() -> None:
-        loss = built(**batch).loss
-        optimizer.zero_grad()
-        loss.backward()
+        if in_parts:
+            optimizer.zero_grad()
+        outputs = built(**batch)
+        if not in_parts:
+            optimizer.zero_grad()
+        outputs.loss.backward()
         optimizer.step()
 
     return step

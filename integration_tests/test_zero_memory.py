@@ -204,3 +204,22 @@ def test_memory_of_copies_that_share_out_state_is_that_of_the_theory(dtype: str 
     # what arrives within a copy.
     rows = 2 * block + outside + largest
     assert _held_besides(others) == pytest.approx(kept + compute * rows, rel=0.05)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_nothing_is_kept_for_gradients_that_micro_batches_add_up_first(stage: int) -> None:
+    """It would lie idle beside them: as much memory again."""
+    ranks, others = 8, _references()
+    said = {"data_parallel.zero_stage": stage, "batch.gradient_accumulation": 2}
+    ids = IDS.repeat(2, 1)
+    with rank_0_of(ranks):
+        model, optimizer = _parallel(ranks, said)
+        for _ in range(WARM_UP):
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    whole = sum(p.numel() for p in model.parameters())
+    # Parameters, and the two moments of this rank's shard.
+    theory = 4 * whole + 8 * whole / (ranks if stage else 1)
+    assert _held_besides(others) == pytest.approx(theory, rel=0.05)

@@ -146,6 +146,7 @@ def search_of(row: Row, cluster: Cluster, **constraints: Any) -> Search:
         "data_parallel.reduction": "library",
         "tensor_parallel.sequence": row["sequence"],
         "batch.global_size": row["batch"],
+        "pipeline_parallel.reduce_every": "step" if sums_first(row) else "microbatch",
         **constraints,
     }
     with torch.device("meta"):
@@ -174,6 +175,11 @@ def search_of(row: Row, cluster: Cluster, **constraints: Any) -> Search:
     for size in (2**power for power in range(1, 8)):
         search.shard(size, sharding)
     return search
+
+
+def sums_first(row: Row) -> bool:
+    """Whether gradients are summed over ranks once a step: who shards them does so at once."""
+    return row["zero"] < 2
 
 
 def candidate_of(row: Row) -> Candidate:
@@ -207,7 +213,12 @@ class Price:
 def predicted(row: Row, cluster: Cluster) -> Price:
     candidate, ranks = candidate_of(row), ranks_of(row["index"])
     work = workload_in_half(row["model"], row["length"], is_fused(row))
-    numerics = Numerics(states=_STATES, compute_itemsize=2, copy_itemsize=copy_itemsize(row))
+    numerics = Numerics(
+        states=_STATES,
+        compute_itemsize=2,
+        copy_itemsize=copy_itemsize(row),
+        sums_first=sums_first(row),
+    )
     memory = peak_memory(candidate, ranks, numerics=numerics, output_bytes=work.output_bytes)
     cost = step_cost(candidate, ranks, cluster, numerics=numerics)
     return Price(cost, memory, needed_bytes(memory, cluster))

@@ -425,3 +425,51 @@ def test_a_distributed_optimizer_elsewhere_shards_its_copy() -> None:
     numel = sum(part.numel for part in workload.parts)
     assert sharded == 2 * numel + 4 * numel / 8
     assert whole >= 2 * numel
+
+
+def test_a_block_that_runs_again_has_the_memory_of_what_the_loss_let_go_of() -> None:
+    blocks = _workload(saved_bytes=6e9, input_bytes=1e9)
+    candidate = replace(_candidate(), recompute="full")
+
+    def activations(behind: float, output: float) -> float:
+        workload = replace(blocks, after=Part(saved_bytes=behind), output_bytes=output)
+        ranks = _ranks(candidate, workload)
+        found = peak_memory(candidate, ranks, numerics=GIVEN, output_bytes=output)
+        return found.activations
+
+    alone = activations(0.0, 0.0)
+    assert activations(1e9, 0.0) == alone  # kept by the loss, and let go of before the block
+    assert activations(0.0, 2e9) == alone - 2e9  # a gradient that was counted is
+    assert activations(9e9, 0.0) == alone - 6e9 + 9e9  # more than the block keeps
+
+
+def test_processors_keep_what_gradients_are_sent_from_and_arrive_in() -> None:
+    head = Part(parameters=(ParameterSize("head", 10**9, 3 * 10**9),))
+    workload = replace(_workload(), after=head)
+    whole, block = 11e9, 2e9
+    given = {
+        "gpu": GIVEN, "cpu": replace(GIVEN, keeps_buffers=Cluster.preset("cpu").keeps_buffers)
+    }  # fmt: skip
+
+    def gradients(where: str, candidate: Candidate) -> float:
+        ranks = _ranks(candidate, workload)
+        return peak_memory(candidate, ranks, numerics=given[where], output_bytes=0.0).gradients
+
+    scattered = _candidate(dp=8, zero_stage=2)
+    assert gradients("gpu", scattered) == whole / 8 + 3e9
+    assert gradients("cpu", scattered) == whole / 8 + (3e9 + block) + 3e9
+    assert gradients("gpu", _candidate(dp=8)) == whole
+    assert gradients("cpu", _candidate(dp=8)) == whole + 3e9
+    # Added up first, while nothing is kept.
+    assert gradients("cpu", _candidate(dp=8, accumulation=2, rows=2)) == whole
+
+
+def test_gradients_of_a_pipeline_are_whole_until_it_reduces() -> None:
+    candidate, workload = _candidate(dp=8, pp=2, zero_stage=2, microbatches=4, rows=4), _workload()
+    ranks = _ranks(candidate, workload)
+    once, often = (
+        peak_memory(candidate, ranks, numerics=each, output_bytes=0.0).gradients
+        for each in (GIVEN, replace(GIVEN, sums_first=False))
+    )
+    assert once == 2 * 2e9
+    assert often == 2 * 2e9 / 8 + 2e9

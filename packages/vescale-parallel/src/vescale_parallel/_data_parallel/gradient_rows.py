@@ -99,13 +99,17 @@ class GradientBuffers:
     """The buffers of a model's gradients.
 
     They outlive a step on a CPU, where memory that is freed comes back in pieces. CUDA's allocator
-    gives back what it was given: :meth:`trim` leaves it all of its buffers that nobody uses.
+    gives back what it was given: :meth:`trim` leaves it all of its buffers that nobody uses. So it
+    does where gradients of micro-batches are added up before they are written here: buffers that
+    lay idle meanwhile would be their memory once more.
 
     Attributes:
         on_host: Whether sums are kept on the host.
+        outlive_steps: Whether they do so on a CPU.
     """
 
     on_host: bool = False
+    outlive_steps: bool = True
     _rows: dict[tuple[int, int, torch.dtype, torch.device], list[RowBuffer]] = field(
         default_factory=dict[tuple[int, int, torch.dtype, torch.device], list[RowBuffer]]
     )
@@ -155,12 +159,15 @@ class GradientBuffers:
             found.is_busy = False
 
     def trim(self) -> None:
-        """Let go of what was not needed since the last call, and of all that is not on a CPU."""
+        """Let go of what was not needed since the last call, and of all that outlives no step."""
         for held in (*self._rows.values(), *self._sums.values()):
-            held[:] = [each for each in held if each.is_recent and _is_kept(each.rows.device)]
+            held[:] = [each for each in held if each.is_recent and self._keeps(each.rows.device)]
             for each in held:
                 each.is_recent = False
-        self._received = {at: held for at, held in self._received.items() if _is_kept(at[1])}
+        self._received = {at: held for at, held in self._received.items() if self._keeps(at[1])}
+
+    def _keeps(self, device: torch.device) -> bool:
+        return self.outlive_steps and device.type == "cpu"
 
 
 def _free(held: list[RowBuffer], make: Callable[[], Tensor]) -> Tensor:
@@ -171,10 +178,6 @@ def _free(held: list[RowBuffer], make: Callable[[], Tensor]) -> Tensor:
         held.append(found)
     found.is_recent = True
     return found.rows.detach()
-
-
-def _is_kept(device: torch.device) -> bool:
-    return device.type == "cpu"
 
 
 class GradientRows:

@@ -73,6 +73,7 @@ def planned_zero_state(
         order=plan.data_parallel.reduction,
         reshards=resharding_by_block(plan.data_parallel, blocks).__getitem__,
         offload=offload_of(plan.data_parallel),
+        in_parts=plan.pipeline_parallel.size > 1 or plan.batch.gradient_accumulation > 1,
     )
     return ZeroState(
         mesh,
@@ -106,11 +107,13 @@ def group_parameters(
     order: ReductionOrder = "ordered",
     reshards: Callable[[str], bool] = lambda block: True,
     offload: Offload | None = None,
+    in_parts: bool = False,
 ) -> tuple[ParamGroup, list[tuple[nn.Module, ParamGroup]]]:
     """Return the parameter group of what is outside of blocks, and the blocks with theirs.
 
     A block without parameters here has no group. ``reshards`` says of a block whether it is freed
-    between its forward and its backward pass.
+    between its forward and its backward pass, ``in_parts`` whether gradients of micro-batches are
+    added up first.
     """
     group_of = groups_of(model, blocks)
     members: dict[int | None, list[ShardedParameter]] = {None: []}
@@ -118,7 +121,7 @@ def group_parameters(
         members.setdefault(group_of(param.fqns), []).append(param)
 
     on_host = offload is not None
-    buffers, exchanges = GradientBuffers(on_host), Exchanges()
+    buffers, exchanges = GradientBuffers(on_host, outlive_steps=not in_parts), Exchanges()
     stream = SideStream(streams_of(mesh.device_type), copies_host=on_host)
     reductions = Reductions(order, stream)
 

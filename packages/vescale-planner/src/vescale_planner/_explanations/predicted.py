@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from vescale_planner._candidates import Candidate
-from vescale_planner._prices.memory import FRAGMENTATION, Memory
+from vescale_planner._prices.memory import Memory
 from vescale_planner._search.search import Search
 from vescale_planner.cluster import Cluster
 from vescale_planner.prediction import Breakdown, Prediction, RankMemory
@@ -43,6 +43,6 @@ def prediction(candidate: Candidate, search: Search, assumptions: tuple[str, ...
 def _of_rank(memory: Memory, cluster: Cluster) -> RankMemory:
     return RankMemory(
         **asdict(memory),
-        fragmentation=(FRAGMENTATION - 1) * memory.total,
+        fragmentation=(cluster.fragmentation - 1) * memory.total,
         reserved=cluster.reserved_bytes,
     )

@@ -9,7 +9,7 @@ from vescale_planner._candidates import PREFETCH, REDUCTION, RESHARD, counted
 from vescale_planner._experts import EVEN_EXPERTS
 from vescale_planner._layouts import ACCUMULATION, Layout
 from vescale_planner._prices.cost import seconds
-from vescale_planner._prices.memory import FRAGMENTATION, UNTIMED_OFFLOAD, Memory, needed_bytes
+from vescale_planner._prices.memory import UNTIMED_OFFLOAD, Memory, needed_bytes
 from vescale_planner._search.ranking import TIE, ScoredCandidate, SearchResult
 from vescale_planner._workload import Workload
 from vescale_planner.cluster import Cluster
@@ -31,7 +31,9 @@ def reasons(
     winner = result.fits[0]
     per_row = seconds(winner.seconds_per_row)
     where = f"{per_row} a row of the batch on {cluster.name}"
-    overhead = f"x {FRAGMENTATION} fragmentation and {gib(cluster.reserved_bytes)} reserved"
+    overhead = (
+        f"x {cluster.fragmentation} fragmentation and {gib(cluster.reserved_bytes)} reserved"
+    )
     lines = [
         f"{winner.candidate}: {where}, a step is {winner.cost}",
         (

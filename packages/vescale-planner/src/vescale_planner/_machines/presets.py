@@ -116,5 +116,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "overlap": 0.0,
         "link_efficiency": 1.0,
         "memory_efficiency": 1.0,
+        "fragmentation": 1.0,
+        "keeps_buffers": True,
     },
 }

@@ -16,9 +16,6 @@ from vescale_planner.cluster import Cluster
 
 from .columns import Columns, Counts, Numerics, Values, columns_of, of_each
 
-# Reserved over allocated memory of real runs: median 1.04 to 1.11, depending on the stack.
-FRAGMENTATION = 1.08
-
 # Whose memory has a closed form.
 _USUAL = ("gpipe", "1f1b", "interleaved_1f1b")
 
@@ -151,12 +148,12 @@ def _fullest(first: Candidate, ranks: Sequence[PipelineRank]) -> list[int]:
 
 def needed_bytes(memory: Memory, cluster: Cluster) -> int:
     """Return what a device must have: fragmentation and what is reserved included."""
-    return round(memory.total * FRAGMENTATION) + cluster.reserved_bytes
+    return round(memory.total * cluster.fragmentation) + cluster.reserved_bytes
 
 
 def needed_of_all(totals: Values, cluster: Cluster) -> Counts:
     """Return what :func:`needed_bytes` does, of each of many totals."""
-    return np.rint(totals * FRAGMENTATION).astype(np.int64) + cluster.reserved_bytes
+    return np.rint(totals * cluster.fragmentation).astype(np.int64) + cluster.reserved_bytes
 
 
 def _of_ranks(
@@ -182,14 +179,17 @@ def _of_ranks(
     # updated, which is in its place there if it computes in its own dtype.
     updated = np.where(copied > 0, nbytes / state_shard, 0.0)
     own = np.where(columns.shares_state, compute / shard + updated, nbytes / shard)
-    # Gradients are whole for one unit until they are summed and scattered.
-    scattered = nbytes / state_shard + np.where(shard > 1, largest, 0.0)
+    # Gradients are whole for one unit until they are summed and scattered; those of a pipeline
+    # until all micro-batches had theirs.
+    sent, received = _buffers(columns, owned, largest, keeps=numerics.keeps_buffers)
+    scattered = nbytes / state_shard + sent
     replicated = nbytes + copied
     if numerics.copy_itemsize is not None:
         sharded = compute + numel * numerics.copy_itemsize / shard
         replicated = np.where(zero_stage > 0, sharded, replicated)
     parameters = np.where(zero_stage == 3, own + gathered, replicated)
-    gradients = np.where(zero_stage >= 2, scattered, nbytes)
+    scatters = (zero_stage >= 2) & (columns.layout.pp == 1 or not numerics.sums_first)
+    gradients = np.where(scatters, scattered, nbytes) + received
     optimizer = numerics.states * nbytes / state_shard
     if first.offload != "none":
         # Shards in the dtype that computes stay, but those that every gather brings; gradients
@@ -198,13 +198,36 @@ def _of_ranks(
         parameters = np.where(zero_stage == 3, stay + whole, compute)
         gradients = np.where((zero_stage >= 2) & (nbytes > 0), largest, nbytes)
         optimizer = np.zeros_like(parameters)
+    output = _outputs(columns, owned, some, output_bytes)
     return Memories(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_activations(columns, owned, some),
-        output=_outputs(columns, owned, some, output_bytes),
+        activations=_activations(columns, owned, some, output),
+        output=output,
     )
+
+
+def _buffers(
+    columns: Columns, owned: Sequence[PipelineRank], largest: Values, *, keeps: bool
+) -> tuple[Values, Values]:
+    """Return the bytes that gradients are sent from under ZeRO 2 and 3, and that they arrive in.
+
+    Where buffers are kept there is one for what is outside of blocks and one for every block in
+    turn; the larger one is as large as what arrives. Gradients of micro-batches are added up
+    first, while nothing is kept: see ``GradientBuffers``.
+    """
+    sent = np.where(columns.shard > 1, largest, 0.0)
+    if not keeps:
+        return sent, np.zeros_like(sent)
+    blocks = of_each(
+        owned, lambda own: max((p.nbytes for p, _ in own.kinds if p.is_block), default=0.0)
+    )
+    others = of_each(owned, lambda own: sum(p.nbytes * n for p, n in own.kinds if not p.is_block))
+    adds_up = (columns.parts > 1) & ((columns.zero_stage < 2) | (columns.layout.pp > 1))
+    arrives = (columns.layout.dp * columns.layout.cp > 1) & ~adds_up
+    received = np.where(arrives, np.maximum(blocks, others), 0.0)
+    return np.where(columns.shard > 1, blocks + others, 0.0), received
 
 
 def _outputs(
@@ -217,17 +240,24 @@ def _outputs(
     return np.where(is_last, 2 * (output_bytes / parts), 0.0) * columns.rows_of_part
 
 
-def _activations(columns: Columns, owned: Sequence[PipelineRank], places: Sequence[int]) -> Values:
+def _activations(
+    columns: Columns, owned: Sequence[PipelineRank], places: Sequence[int], output: Values
+) -> Values:
     """Return the bytes kept for backward, by all micro-batches in flight."""
     rows, full, first = columns.rows_of_part, columns.recomputes, columns.first
     saved = of_each(owned, lambda own: own.saved_bytes)
     kept = np.where(full, of_each(owned, lambda own: own.recomputed_bytes), saved) * rows
 
-    # Recomputation brings back one block at a time.
     def largest_block(own: PipelineRank) -> float:
         return max((p.saved_bytes for p, _ in own.kinds if p.is_block), default=0.0)
 
+    def behind_blocks(own: PipelineRank) -> float:
+        return sum(p.saved_bytes * count for p, count in own.kinds if p.is_last)
+
+    # Recomputation brings back one block at a time. By then the loss has been through backward:
+    # what it kept is free, and so is the gradient of the output.
     again = np.where(full, of_each(owned, largest_block) * rows, 0.0)
+    again = np.maximum(0.0, again - of_each(owned, behind_blocks) * rows - output / 2)
 
     # Of the part that runs, what came from other ranks for experts, and what they made of it.
     def sent_to_experts(own: PipelineRank) -> float:

@@ -118,6 +118,8 @@ class Search:
             compute_itemsize=itemsize_of(get("precision.param"), self.workload.itemsize),
             reduce_itemsize=None if reduce is None else itemsize_of(reduce, 0),
             copy_itemsize=self.copy_itemsize,
+            keeps_buffers=self.cluster.keeps_buffers,
+            sums_first=get("pipeline_parallel.reduce_every", "step") == "step",
         )
 
     def run(self, world_size: int) -> SearchResult:
