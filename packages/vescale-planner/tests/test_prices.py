@@ -18,7 +18,13 @@ from vescale_planner._partition import PipelineRank, Sharded, local_parts, pipel
 from vescale_planner._parts import ParameterSize, Part, keys_share
 from vescale_planner._prices.collectives import Group, all_gather, exchange, send
 from vescale_planner._prices.columns import Numerics
-from vescale_planner._prices.cost import Cost, idle_passes, shape_efficiency, step_cost
+from vescale_planner._prices.cost import (
+    Cost,
+    felt_bubble,
+    idle_passes,
+    shape_efficiency,
+    step_cost,
+)
 from vescale_planner._prices.memory import peak_memory
 from vescale_planner._search.ranking import TIE
 from vescale_planner._workload import Workload, computed_in, workload_of
@@ -473,3 +479,17 @@ def test_gradients_of_a_pipeline_are_whole_until_it_reduces() -> None:
     )
     assert once == 2 * 2e9
     assert often == 2 * 2e9 / 8 + 2e9
+
+
+def test_waiting_ranks_leave_shared_processors_to_the_others() -> None:
+    """As steps of a pipeline take whose ranks compute as fast as those that compute let them."""
+
+    def seconds_of(size: int, microbatches: int, processors: float) -> float:
+        slots = [*range(1, size), *[size] * (microbatches - size + 1), *range(size - 1, 0, -1)]
+        return sum(max(1.0, active / processors) for active in slots)
+
+    for size, processors in ((2, 1), (4, 2), (4, 3), (4, 4)):
+        busy = 8 * size / processors  # micro-batches, all ranks computing
+        bubble = (size - 1) * size / processors * felt_bubble(size, size / processors)
+        assert busy + bubble == pytest.approx(seconds_of(size, 8, processors))
+    assert felt_bubble(8, 1.0) == 1.0

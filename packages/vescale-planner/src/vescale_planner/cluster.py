@@ -40,6 +40,7 @@ _EXPECTED: dict[str, _Range] = {
     "overlap": _PART,
     "interference": _PART,
     "half_width": _NOT_NEGATIVE,
+    "alone_speed": ("of 1 or more", lambda value: value >= 1),
     "fragmentation": ("of 1 or more", lambda value: value >= 1),
 }
 
@@ -70,6 +71,8 @@ class Cluster:
             kernels of collectives use multiprocessors and memory (Miao et al. 2023, Galvatron,
             measured 0.1 to 0.3).
         half_width: Of matrices this wide, products reach half of what very wide ones do.
+        alone_speed: How many times as fast a rank computes while the others of its node wait:
+            above 1 where ranks share processors.
         fragmentation: Reserved over allocated memory: of runs on GPUs the median is 1.04 to 1.11,
             depending on the stack.
         keeps_buffers: Whether what gradients are sent from, and arrive in, stays between steps. On
@@ -99,6 +102,7 @@ class Cluster:
     overlap: float = 0.8
     interference: float = 0.2
     half_width: float = 256.0
+    alone_speed: float = 1.0
     fragmentation: float = 1.08
     keeps_buffers: bool = False
 
@@ -336,5 +340,6 @@ def _of_cpu(local_ranks: int) -> Cluster:
         reserved_bytes=min(core.reserved_bytes, memory // 10),
         flops_per_second={size: rate * cores for size, rate in core.flops_per_second.items()},
         memory_bytes_per_second=core.memory_bytes_per_second * cores,
+        alone_speed=max(1.0, 1 / cores),
         ranks_per_node=local_ranks,
     )

@@ -45,6 +45,7 @@ def measured() -> dict[str, Any]:
     peak = peaks[dtypes[-1].itemsize]
     fields["attention_efficiency"] = min(1.0, _attention(dtypes[-1], device) / peak)
     fields["launch_seconds"] = _launch(device)
+    fields["alone_speed"] = _alone_speed(device)
     fields |= _links(device)
     if (reserved := _reserved(device)) is not None:
         fields["reserved_bytes"] = round(_most(reserved, device))
@@ -129,6 +130,16 @@ def _launch(device: torch.device) -> float:
     return _seconds(several, device) / 100
 
 
+def _alone_speed(device: torch.device) -> float:
+    """Return how many times as fast one rank computes while the others wait."""
+    x = torch.randn(_ROWS, _ROWS, device=device)
+    together = _seconds(lambda: x @ x, device)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    _most(0.0, device)
+    alone = _spent(lambda: x @ x, device, lambda count, spent: spent < _SPAN) if is_first else 0.0
+    return max(1.0, together / _most(alone, device))
+
+
 def _links(device: torch.device) -> dict[str, float]:
     """Return latencies and speeds of all-gathers inside a node, and over all of them."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -198,6 +209,12 @@ def _over(
 ) -> float:
     """Return the mean time of runs, begun by all ranks at once."""
     _most(0.0, device)  # waits for the others
+    return _spent(run, device, goes_on)
+
+
+def _spent(
+    run: Callable[[], object], device: torch.device, goes_on: Callable[[int, float], bool]
+) -> float:
     count, spent, start = 0, 0.0, time.perf_counter()
     while not count or goes_on(count, spent):
         run()

@@ -159,7 +159,7 @@ def step_costs(
     data_parallel = exposed_data_parallel(columns, kinds, cluster, numerics, compute)
     return Costs(
         **dict(zip(_TERMS, of_slowest, strict=True)),
-        bubble=_bubble(columns, whole, busy.max(axis=0)),
+        bubble=_bubble(columns, whole, busy.max(axis=0), cluster.alone_speed),
         hand_over=_hand_over(columns, ranks, cluster) * columns.parts,
         data_parallel=data_parallel.max(axis=0),
         optimizer=max(rank.nbytes for rank in kinds) / columns.state_shard
@@ -252,7 +252,7 @@ def shape_efficiency(width: float, half_width: float) -> float:
     return width / (width + half_width) if width else 1.0
 
 
-def _bubble(columns: Columns, whole: Values, slowest: Values) -> Values:
+def _bubble(columns: Columns, whole: Values, slowest: Values, alone_speed: float) -> Values:
     """Return how long the slowest pipeline rank waits, by simulating the schedule.
 
     Of equal stages a rank waits ``idle_passes`` of a stage's forward and backward; of unequal
@@ -262,6 +262,7 @@ def _bubble(columns: Columns, whole: Values, slowest: Values) -> Values:
         columns: The candidates.
         whole: Seconds of a micro-batch, all pipeline ranks added up.
         slowest: Seconds of the slowest one.
+        alone_speed: Of a rank while the others wait, of that while all compute.
     """
     first, p, v = columns.first, columns.layout.pp, columns.first.virtual_stages
     if p == 1:
@@ -269,7 +270,18 @@ def _bubble(columns: Columns, whole: Values, slowest: Values) -> Values:
     others = (whole - slowest) / (p - 1)
     counts, place = np.unique(columns.microbatches, return_inverse=True)
     idle = np.array([idle_passes(first.schedule, p, v, int(count)) for count in counts])
-    return idle[place] * others / v
+    return idle[place] * others / v * felt_bubble(p, alone_speed)
+
+
+def felt_bubble(size: int, alone_speed: float) -> float:
+    """Return what a bubble costs where ranks share processors, of what it costs elsewhere.
+
+    While a pipeline fills and drains 1, 2, ... of its ranks compute, each as fast as its share of
+    the processors lets it: ``max(1, a k / p)`` times as long as alone, if all take ``a`` times as
+    long. What waiting ranks leave the others is not lost.
+    """
+    shared = sum(max(1.0, alone_speed * active / size) for active in range(1, size))
+    return 2 / alone_speed * shared / (size - 1) - 1
 
 
 def idle_passes(schedule: str, size: int, virtual_stages: int, microbatches: int) -> float:
