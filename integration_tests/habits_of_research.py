@@ -10,9 +10,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 import vescale
 
+from .plans import make_plan
 from .programs import WIDTH, Block, Run, rows, sgd
 
 Batch = dict[str, Tensor]
@@ -277,3 +279,45 @@ class StateSpaces(nn.Module):
 
 def state_spaces(run: Run) -> None:
     run.train(StateSpaces())
+
+
+class Pairs(Dataset[tuple[Tensor, Tensor]]):
+    """A chosen and a rejected answer."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        batch = rows(1)[0]
+        return batch["x"][index], batch["y"][index]
+
+
+def chosen_then_rejected(pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.cat([torch.stack(each) for each in zip(*pairs, strict=True)])
+
+
+class Reward(nn.Module):
+    """Compares the first half of its rows with the second, as DeepSpeed-Chat's reward model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, rejected = self.score(x).chunk(2)
+        return -F.logsigmoid(chosen - rejected).mean()
+
+
+def rewarded(run: Run) -> None:
+    model, loader = Reward().double(), DataLoader(Pairs(), 4, collate_fn=chosen_then_rejected)
+    optimizer: Any = sgd(model)
+    if run.constraints is not None:
+        plan = make_plan(run.constraints)
+        model, optimizer, loader = vescale.parallelize(plan, model, sgd, dataset=loader)
+    for batch in loader:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)

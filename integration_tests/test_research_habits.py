@@ -48,3 +48,10 @@ def test_targets_without_rows_that_differ_are_refused_where_rows_depend_on_each_
 ) -> None:
     message = r"argument \[1\] has no rows of the batch but other values on other ranks"
     check(world2, ValueError, message, both, habits.detected, {DP: 2})
+
+
+@pytest.mark.slow
+def test_a_loader_that_puts_rows_of_a_sample_apart_is_refused_where_their_order_matters(
+    world2: World,
+) -> None:
+    check(world2, ValueError, "puts rows of one sample apart", both, habits.rewarded, {DP: 2})

@@ -28,6 +28,10 @@ from .regions import RowRegions
 _FIRST_CALLS, _EVERY = 4, 64
 
 
+# To which the order of rows does not matter.
+_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
+
+
 class BatchRows:
     """What a parallelized model knows of the rows of its batches.
 
@@ -138,6 +142,7 @@ class BatchRows:
             return
         if self._is_sliced(self.coupling):
             raise ValueError(_refused_context(self.coupling))
+        self._check_order(model, args, kwargs)
         self._check_shapes(args, kwargs)
         self._regions.watch(model, self.coupling)
         with self._regions.of_call(self.coupling, self.coupling.num_rows(args, kwargs)):
@@ -146,6 +151,27 @@ class BatchRows:
     def _is_sliced(self, coupling: RowCoupling) -> bool:
         """Whether rows depend on each other in blocks that compute on slices of sequences."""
         return any(fqn.startswith(self._sliced) for fqn in coupling.regions)
+
+    def _check_order(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Raise if the order of rows is not one device's, and may matter."""
+        if self._guard is None or not self._guard.are_rows_apart((tuple(args), dict(kwargs))):
+            return
+        ordered = [
+            name
+            for name, module in model.named_modules()
+            if self.coupling.is_region(name) and not isinstance(module, _NORMS)
+        ]
+        if ordered:
+            raise ValueError(
+                "rows of the batch depend on each other in "
+                f"{', '.join(repr(name or 'the model') for name in ordered)}, and collate_fn of "
+                "the data loader puts rows of one sample apart, all first ones before all second "
+                "ones; the rows of two ranks, one behind the other, are then in another order "
+                "than one device's. Have it return each kind of row as a tensor of its own, and "
+                "torch.cat them in forward, or use data_parallel.size 1"
+            )
 
     def _without_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return tensors that ranks should have alike, in calls in which that is compared."""

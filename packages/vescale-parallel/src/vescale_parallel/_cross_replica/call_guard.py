@@ -42,6 +42,8 @@ class RowGuard:
     Attributes:
         is_rows_first: Whether rows are known to be the first dim of a call's tensors, as of a
             batch that a loader of this package gave.
+        are_rows_apart: Whether rows of ranks, one behind the other, are in another order than one
+            device's.
         whole: A copy of the model without values; None if it cannot be copied.
         latest: The form of the latest call; None before the first one.
     """
@@ -62,6 +64,7 @@ class RowGuard:
         self._unchecked: set[tuple[str, int]] = set()
         self.latest: tuple[str, int] | None = None
         self.is_rows_first: Callable[[Any], bool] = lambda tree: False
+        self.are_rows_apart: Callable[[Any], bool] = lambda tree: False
 
     def coupling(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
