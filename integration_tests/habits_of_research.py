@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -321,3 +321,57 @@ def rewarded(run: Run) -> None:
         optimizer.zero_grad()
         run.keep(loss)
     run.finish(model)
+
+
+class Spoken(nn.Module):
+    """A loss over alignments (CTC) behind a layer with dropout that ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(1, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Dropout(0.5), nn.Linear(16, WIDTH))
+            for _ in range(2)
+        )
+
+    def forward(self, batch: Batch) -> Tensor:
+        x = self.embed(batch["x"].unsqueeze(-1))
+        for block in self.blocks:
+            x = x + block(x)
+        targets = batch["y"][:, :3].abs().long() + 1
+        lengths = torch.full((len(x),), WIDTH)
+        scores = x.log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, targets, lengths, torch.full((len(x),), 3))
+
+
+def spoken(run: Run) -> None:
+    model, batches = Spoken().double(), rows()
+    optimizer = sgd(model)
+    if run.constraints is not None:
+        plan = vescale.generate_plan(model, run.constraints, example_batch=batches[0])
+        model, optimizer = vescale.parallelize(plan, model, sgd)
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+class OneByOne(nn.Module):
+    """Hands its losses out one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Batch) -> Iterator[Tensor]:
+        made = self.head(batch["x"])
+        return (F.mse_loss(made, wanted) for wanted in (batch["y"], batch["x"]))
+
+
+def one_by_one(run: Run) -> None:
+    model, _ = run.start(OneByOne())
+    for batch in rows():
+        sum(model(run.part(batch))).backward()

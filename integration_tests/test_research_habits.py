@@ -8,10 +8,10 @@ from vescale_testing import World
 
 from . import habits_of_research as habits
 from .plans import DP, ZERO, Constraints
-from .programs import DATA, PIPELINE, Program, both, right
+from .programs import DATA, PIPELINE, TENSOR, Program, both, right
 from .test_bad_input import check
 
-PLANS: dict[str, Constraints] = {**DATA, "pp": PIPELINE}
+PLANS: dict[str, Constraints] = {**DATA, "pp": PIPELINE, "tp": TENSOR}
 CASES: list[tuple[Program, str]] = [
     (habits.integrated, "dp"),
     (habits.equilibrium, "zero2"),
@@ -22,6 +22,7 @@ CASES: list[tuple[Program, str]] = [
     (habits.matched, "zero3"),
     (habits.tied_lists, "pp"),
     (habits.state_spaces, "pp"),
+    (habits.spoken, "tp"),
 ]
 
 
@@ -55,3 +56,8 @@ def test_a_loader_that_puts_rows_of_a_sample_apart_is_refused_where_their_order_
     world2: World,
 ) -> None:
     check(world2, ValueError, "puts rows of one sample apart", both, habits.rewarded, {DP: 2})
+
+
+@pytest.mark.slow
+def test_losses_that_are_computed_after_the_call_are_refused(world2: World) -> None:
+    check(world2, TypeError, "got a generator", both, habits.one_by_one, {DP: 2, ZERO: 3})
