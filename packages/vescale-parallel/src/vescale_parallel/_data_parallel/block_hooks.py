@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._parameters.asked_in_backward import refusing_parameters
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._torch_private import is_in_backward, pytree, untraced
+from vescale_parallel._torch_private import backward_pass, is_in_backward, pytree, untraced
 
 
 class AfterForward(Protocol):
@@ -52,11 +52,15 @@ def on_block(
         leaves: list[Any] = pytree.tree_leaves(output)
         differentiable = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         after_forward(has_backward=bool(differentiable))
-        entered: set[int] = set()
+        entered: set[tuple[int, int]] = set()
 
         def enter_backward(grad: Tensor) -> None:
-            if num_backwards() not in entered or not is_ready():
-                entered.add(num_backwards())
+            now = num_backwards(), backward_pass()
+            if now in entered:  # also by what the block hands on, of which others come first
+                return
+            is_first = all(number != now[0] for number, _ in entered)
+            entered.add(now)
+            if is_first or not is_ready():
                 before_backward()
 
         for leaf in differentiable:
