@@ -197,7 +197,7 @@ class StageRun:
         if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in found):
             raise ValueError(
                 f"pipeline parallelism sends what {fqn!r} is called with, but what the "
-                "blocks before it have computed has no floating-point or complex tensor"
+                "blocks before it have computed has no floating-point tensor"
             )
         return found
 
