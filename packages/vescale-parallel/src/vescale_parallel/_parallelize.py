@@ -208,7 +208,7 @@ def _change(
     row_guard, forms = _guards_of_calls(plan, model, mesh, batch, sharding)
     loader = None if dataset is None else ParallelLoader(plan, dataset, mesh)
     if row_guard is not None and loader is not None:
-        row_guard.is_rows_first = loader.gave
+        row_guard.is_rows_first, row_guard.are_rows_apart = loader.gave, loader.put_apart
     # The model, changed in the order of [Note: who wraps a module], innermost first.
     param_dtype, staging = torch_dtype(plan.precision.param), Staging()
     draws = None if stages is None else _stage(plan, model, mesh, stages, staging)

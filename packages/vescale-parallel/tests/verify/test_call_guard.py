@@ -324,3 +324,13 @@ def test_a_model_of_millions_of_parameters_is_compared_scaled_down(
     called(guarded, (torch.zeros(2, 8, dtype=torch.long),), {})
     assert plan
     assert 0 < compared[0] < 1 << 20
+
+
+def test_a_call_with_more_than_it_names_is_an_example_by_place() -> None:
+    class Remembering(Net):
+        def forward(self, x: Tensor, *memories: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return super().forward(x + sum(memories))
+
+    forms, x = CallForms(Remembering()), torch.ones(2, 8)
+    assert forms.batch((x, x), {}) == (x, x)
+    assert forms.batch((x,), {}) == {"x": x}

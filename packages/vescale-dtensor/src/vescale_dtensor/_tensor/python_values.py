@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from vescale_dtensor._comm.without_memory import WithoutMemory
 
@@ -27,8 +28,10 @@ class PythonValues(WithoutMemory):
             full = self.full_tensor()
         return full.tolist()
 
-    def numpy(self: Any, *, force: bool = False) -> NoReturn:
-        """Refuse: an array would have to share this rank's memory, which is a part."""
+    def numpy(self: Any, *, force: bool = False) -> Any:
+        """Refuse, but where a mode knows better: an array would share memory, which is a part."""
+        if has_torch_function((self,)):
+            return handle_torch_function(PythonValues.numpy, (self,), self, force=force)
         raise TypeError(
             "a distributed tensor cannot be a NumPy array, which would share its memory: take "
             "x.full_tensor().detach().numpy() for the global values, on every rank, or "

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vescale_dtensor import all_gather
 from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._mesh.data_ranks import DataRanks
+from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 
@@ -22,6 +23,13 @@ from .added.summed_buffers import SummedBuffers
 from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
 from .regions import RowRegions
+
+# Calls in which what has no rows is compared.
+_FIRST_CALLS, _EVERY = 4, 64
+
+
+# To which the order of rows does not matter.
+_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 class BatchRows:
@@ -49,7 +57,7 @@ class BatchRows:
         self._guard, self._regions = guard, regions
         self._groups, self._num_parts = groups, num_parts
         self._sliced = tuple(f"{each}." for each in sliced)
-        self._said_kept = set[str]()
+        self._said_kept, self._num_calls = set[str](), 0
         self.coupling, self.is_checked = NOWHERE, True
         self.summed = SummedBuffers(ranks, self._is_whole)
 
@@ -134,6 +142,7 @@ class BatchRows:
             return
         if self._is_sliced(self.coupling):
             raise ValueError(_refused_context(self.coupling))
+        self._check_order(model, args, kwargs)
         self._check_shapes(args, kwargs)
         self._regions.watch(model, self.coupling)
         with self._regions.of_call(self.coupling, self.coupling.num_rows(args, kwargs)):
@@ -143,24 +152,81 @@ class BatchRows:
         """Whether rows depend on each other in blocks that compute on slices of sequences."""
         return any(fqn.startswith(self._sliced) for fqn in coupling.regions)
 
+    def _check_order(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Raise if the order of rows is not one device's, and may matter."""
+        if self._guard is None or not self._guard.are_rows_apart((tuple(args), dict(kwargs))):
+            return
+        ordered = [
+            name
+            for name, module in model.named_modules()
+            if self.coupling.is_region(name) and not isinstance(module, _NORMS)
+        ]
+        if ordered:
+            raise ValueError(
+                "rows of the batch depend on each other in "
+                f"{', '.join(repr(name or 'the model') for name in ordered)}, and collate_fn of "
+                "the data loader puts rows of one sample apart, all first ones before all second "
+                "ones; the rows of two ranks, one behind the other, are then in another order "
+                "than one device's. Have it return each kind of row as a tensor of its own, and "
+                "torch.cat them in forward, or use data_parallel.size 1"
+            )
+
+    def _without_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return tensors that ranks should have alike, in calls in which that is compared."""
+        call, self._num_calls = self._num_calls, self._num_calls + 1
+        rows = self.coupling.rows_of(args, kwargs)
+        if rows is None or not (call < _FIRST_CALLS or call % _EVERY == 0):
+            return {}
+        tree = tuple(args), dict(kwargs)
+        names = [*(f"argument {each}" for each in leaf_names(tree[0])), *leaf_names(tree[1])]
+        leaves = zip(names, pytree.tree_leaves(tree), rows, strict=True)
+        return {
+            name: x.detach()
+            for name, x, where in leaves
+            if where is None and type(x) in (Tensor, nn.Parameter) and x.layout is torch.strided
+        }
+
     def _check_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         tensors = [
             x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)
         ]
         shapes = [tuple(x.shape) for x in tensors]
-        digest = int.from_bytes(hashlib.sha256(repr(shapes).encode()).digest()[:7], "big")
+        without_rows = self._without_rows(args, kwargs)
         device = tensors[0].device if tensors else "cpu"
-        found = torch.tensor([digest], device=device)
+        own = torch.tensor(
+            [_digest(repr(shapes).encode()), _digest(*map(_bytes_of, without_rows.values()))],
+            device=device,
+        )
+        found = own
         for group in self._groups:
             found = all_gather(found, group).flatten()
-        if bool((found != digest).any()):
-            names = ", ".join(repr(fqn or "the model") for fqn in self.coupling.regions)
+        same_shapes, same_values = (found.view(-1, 2) == own).all(0).tolist()
+        names = ", ".join(repr(fqn or "the model") for fqn in self.coupling.regions)
+        if same_shapes and not same_values:
+            raise ValueError(
+                f"rows of the batch depend on each other in {names}, which is computed over the "
+                f"rows of all data-parallel ranks, and of what it is called with "
+                f"{', '.join(without_rows)} has no rows of the batch but other values on other "
+                "ranks. Give it as many rows as the batch has, by padding the targets of every "
+                "row to one number for example, or use data_parallel.size 1"
+            )
+        if not same_shapes:
             raise ValueError(
                 f"rows of the batch depend on each other in {names}, so all data-parallel ranks "
                 f"need batches of the same shapes, and they have others; this rank has "
                 f"{shapes}. Pad to one length on all ranks and drop a last batch that does not "
                 "divide"
             )
+
+
+def _digest(*values: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(b"".join(values)).digest()[:7], "big")
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    return tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[Any]]:

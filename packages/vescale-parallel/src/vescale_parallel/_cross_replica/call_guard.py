@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.copies import copied_without_values, plain, tensors_within
 from vescale_parallel._model.inputs import has_dims, usual_num_rows
-from vescale_parallel._model.random_copies import random_copy
+from vescale_parallel._model.random_copies import in_double, random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
@@ -25,7 +25,7 @@ from .check import CannotRunError, Given, UnclearRowsError, row_coupling
 from .gradients_of_parts import NoNumbersError
 from .row_counts import likely_row_counts, shapes_with_rows
 from .runs import RowCheckError, seeded
-from .small_batches import Extremes, in_double, largest_table, some_rows, within
+from .small_batches import Extremes, largest_table, some_rows, within
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.
 _MANY = 2**22
@@ -42,6 +42,8 @@ class RowGuard:
     Attributes:
         is_rows_first: Whether rows are known to be the first dim of a call's tensors, as of a
             batch that a loader of this package gave.
+        are_rows_apart: Whether rows of ranks, one behind the other, are in another order than one
+            device's.
         whole: A copy of the model without values; None if it cannot be copied.
         latest: The form of the latest call; None before the first one.
     """
@@ -62,6 +64,7 @@ class RowGuard:
         self._unchecked: set[tuple[str, int]] = set()
         self.latest: tuple[str, int] | None = None
         self.is_rows_first: Callable[[Any], bool] = lambda tree: False
+        self.are_rows_apart: Callable[[Any], bool] = lambda tree: False
 
     def coupling(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -211,7 +214,7 @@ class RowGuard:
                 if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
                     module._buffers[name] = in_double(buffer)
         for parameter in subject.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         return subject, False
 
 

@@ -63,7 +63,7 @@ def compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
 
 
 def has_gradient(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _has_nan(x: Any) -> bool:

@@ -1,10 +1,11 @@
-"""Code that ranks rows, takes the first few, or looks at one of them: what values may not show.
+"""Code that ranks or normalizes rows, takes the first few, or looks at one: often unseen.
 
 The mean of the 64 largest losses is, of the few rows that are tried, the mean of all: of halves it
 is that of halves. And of the upper half of the losses, halves may have one each by chance. So rows
 that are sorted, and rows that are cut off behind a number that no part reaches, are said to meet.
 So are rows for all of which code decides by the value of one, ``if int(ids[0, 0]) % 2``: the first
-rows of the parts that are tried may decide alike.
+rows of the parts that are tried may decide alike. And rows that a batch norm is given: of random
+weights they may all be one value, where points have no neighbour within a radius for example.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _RANKING = {"sort": 1, "argsort": 1, "topk": 2, "kthvalue": 2}
 _RANKING_ALONG_FIRST = {"msort"}
 _LOOKING = {"item", "tolist", "__int__", "__float__", "__bool__", "__index__"}
 _VALUE = "the value of one row"
+_NORM, _TRAINING_OF_NORM = "batch_norm", 5  # and the position of its flag
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,10 @@ class PickedRows(TorchFunctionMode):
             self._note(name, x, dim if isinstance(dim, int) else -1, None)
         elif name in _RANKING_ALONG_FIRST and x.is_floating_point() and x.dim():
             self._note(name, x, 0, None)
+        elif name == _NORM:
+            given = args[_TRAINING_OF_NORM] if len(args) > _TRAINING_OF_NORM else None
+            if kwargs.get("training", given):
+                self._note(name, x, 0, None)
         if id(x) not in self._of_rows:
             return
         _, length, row = self._of_rows[id(x)]
@@ -117,6 +123,8 @@ def picks_rows(whole: Sequence[Picked], part: Sequence[Picked], *, own: bool) ->
             continue
         if of_all.operator != of_part.operator or of_all.most != of_part.most:
             continue
+        if of_all.operator == _NORM:
+            return "batch_norm normalizes over rows"
         if of_all.most is None:
             return f"{of_all.operator} ranks rows"
         if of_all.operator != _VALUE and of_all.most >= of_all.length:

@@ -231,6 +231,7 @@ class RowRegions:
         rows = self.coupling.rows_of_module(fqn, tree)
         if rows is None or self.coupling.is_region(fqn):
             return None
+        tree = self._converter.rows_made_inside(tree, rows.inputs)
         if not self._converter.divides(tree, rows.inputs):
             return None  # what a mask has picked
         return (
@@ -299,6 +300,8 @@ class _WithRows(TorchFunctionMode):
             return self._converter.replicated(made) if type(made) is Tensor else made
         if func is torch.autograd.grad:
             return self._gradients(*args, **named)
+        if func in _AS_ARRAYS and self._converter.is_inside(tensors[0]):
+            return _as_array(func, *args, **named)
         if len(tensors) > 1 and any(map(self._converter.is_inside, tensors)):
             if writes_to_first(func) and loses_gradient(tensors):
                 if not self.parted.take(tensors[0]):
@@ -340,6 +343,17 @@ _OF_A_PART = (
     "an attribute of the module (self.aux_loss = ...) that the model's forward reads"
 )
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]: a descriptor
+
+
+_AS_ARRAYS: Any = (DTensor.numpy, Tensor.__array__)
+
+
+def _as_array(func: Any, tensor: DTensor, *args: Any, **named: Any) -> Any:
+    """Return the values of all rows, for a solver say; nobody may write to the tensor by them."""
+    of_whole = Tensor.numpy if func is DTensor.numpy else func
+    array = of_whole(tensor.full_tensor(), *args, **named)
+    array.flags.writeable = False
+    return array
 
 
 _EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)

@@ -52,6 +52,20 @@ class RowConverter:
             if isinstance(where, Rows) and self._is_whole(leaf)
         )
 
+    def rows_made_inside(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
+        """Return rows that code on the whole batch made of parameters alone as distributed ones.
+
+        ``queries.expand(len(x), -1, -1)``: as many as the whole batch has, on every rank.
+        """
+        leaves, spec = pytree.tree_flatten(tree)
+        if len(rows) != len(leaves) or not self.is_any_whole(tree):
+            return tree
+        made = [
+            self.replicated(x) if isinstance(x, Tensor) and isinstance(where, Rows) else x
+            for x, where in zip(leaves, rows, strict=True)
+        ]
+        return pytree.tree_unflatten(made, spec)
+
     def to_rows(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
         """Return this rank's parts as tensors of the whole batch."""
         leaves, spec = pytree.tree_flatten(tree)

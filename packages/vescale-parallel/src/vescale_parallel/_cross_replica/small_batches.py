@@ -18,16 +18,12 @@ from vescale_parallel._model.inputs import (
     refuse_closed_batch,
     some_that_count,
 )
+from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
 
 from .check import Given
 from .parts import NUM_ROWS
 from .row_counts import is_one_a_row, row_dim, shapes_with_rows
-
-
-def in_double(tensor: Tensor) -> Tensor:
-    real = tensor.detach().cpu().clone()
-    return real.double() if real.is_floating_point() else real
 
 
 def within(model: nn.Module) -> Any:

@@ -29,6 +29,7 @@ from .block_hooks import on_block
 from .end_of_pass import EndOfPass
 from .forward_writes import ForwardWrites
 from .gathered_once import GatheredOnce
+from .open_blocks import OpenBlocks
 from .param_group import ParamGroup, reduce_together
 from .prefetch import Prefetch
 from .public_gradients import hand_over, refuse_stray_gradients
@@ -78,7 +79,7 @@ class ZeroState:
         self.after_backward: Callable[[], None] = lambda: None
         self._entered = contextlib.ExitStack()
         self._in_backward, self._num_backwards, self._num_reduced = False, 0, 0
-        self._open: list[ParamGroup] = []
+        self._open = OpenBlocks(self._leave_blocks)
         self._reduces_early, self._frees = stage >= 2 and not sums_first, stage == 3
         self._gathers = Prefetch(prefetch)
         groups = (root, *self._param_groups)
@@ -96,10 +97,12 @@ class ZeroState:
             for module, param_group in blocks:
                 on_block(
                     module,
+                    param_group.params,
                     before_forward=partial(self._enter_forward_of, param_group),
                     runs_again=partial(self._runs_again, param_group),
                     after_forward=partial(self._leave_forward_of, param_group),
                     before_backward=partial(self._enter_backward_of, param_group),
+                    is_ready=lambda group=param_group: not (self._frees and group.is_freed),
                     num_backwards=lambda: self._num_backwards,
                 )
         # Otherwise a block's gradients are reduced, and their memory freed, soon after.
@@ -132,7 +135,7 @@ class ZeroState:
         failed, self._in_backward = self._in_backward, False
         if failed:
             self._entered.close()
-            self._open.clear()
+            self._open.forget()
             self._show_sharded()
             self._num_reduced = 0
             self._exchanges.forget()
@@ -188,7 +191,7 @@ class ZeroState:
     def end_microbatch(self) -> None:
         """Be ready for the next forward and backward within one call."""
         self._num_backwards += 1
-        self._leave_blocks()
+        self._open.leave()
 
     @property
     def used_early(self) -> set[ShardedParameter]:
@@ -231,7 +234,7 @@ class ZeroState:
             reduce_together(left)
             self._end.begin()
             self._reductions.finish()
-        self._open.clear()
+        self._open.forget()
         self._reduced_early, self._held_back, self._num_reduced = [], False, 0
         self._num_backwards += 1
         self.after_backward()
@@ -306,20 +309,17 @@ class ZeroState:
         """Get a block ready for its backward pass; the blocks after it have had theirs."""
         if not self._gathers.is_in_pass:  # from what a hook has kept, and no call returned
             self._begin_backward()
-        self._leave_blocks()
-        self._open = [param_group]
-        if self._frees:
+        if self._open.enter(param_group) and self._frees:
             self._gathers.need(param_group)
         param_group.show_unsharded()
 
-    def _leave_blocks(self) -> None:
-        if self._reduces_early and self._open:
-            self._pass_on(self._open)
-        for done in self._open:
+    def _leave_blocks(self, blocks: list[ParamGroup]) -> None:
+        if self._reduces_early:
+            self._pass_on(blocks)
+        for done in blocks:
             done.show_sharded()
             if self._frees:
                 self._gathers.let_go(done)
-        self._open.clear()
 
     @property
     def _reduces_now(self) -> bool:
@@ -374,7 +374,7 @@ class ZeroState:
         self._reductions.finish()
         self._unsynced.used |= {*on_stages}
         self._unsynced.keep(self._order)
-        self._open.clear()
+        self._open.forget()
         self._num_backwards += 1
         self._show_sharded()
         self._free_all()

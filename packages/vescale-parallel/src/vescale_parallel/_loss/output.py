@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,12 @@ def refuse_closed(output: Any, *, has_graph: bool = True) -> None:
     for leaf in leaves:
         held = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
         tensors = [each for each in held if isinstance(each, Tensor)]
+        if isinstance(leaf, Iterator):
+            raise TypeError(
+                "expected forward to return tensors, alone or in tuples, lists and dicts, got a "
+                f"{type(leaf).__name__}, which computes or hands out what is in it after the "
+                "call: return a list of it"
+            )
         if any(each.requires_grad or (not has_graph and is_loss(each)) for each in tensors):
             name = type(leaf).__name__
             raise TypeError(

@@ -67,9 +67,12 @@ def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
         )
     sizes = [sum(numel_of(model.get_submodule(fqn)) for fqn in stack) for stack in stacks]
     large = [stack for stack, size in zip(stacks, sizes, strict=True) if 5 * size >= max(sizes)]
-    return tuple(
-        called for stack in large for fqn in stack for called in _parts_of_block(model, fqn)
-    )
+    # Lists of lists may hold a module in several of them.
+    names: dict[nn.Module, str] = {}
+    for fqn in (fqn for stack in large for fqn in stack):
+        for called in _parts_of_block(model, fqn):
+            names.setdefault(model.get_submodule(called), called)
+    return tuple(names.values())
 
 
 def _parts_of_block(model: nn.Module, fqn: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Copies of modules with random float64 parameters, to be run once."""
+"""Copies of modules with random float64 parameters, to be run once; complex ones stay complex."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ def random_copy(module: nn.Module, empty: Collection[int] = ()) -> nn.Module:
     """
 
     def random_parameter(parameter: nn.Parameter) -> nn.Parameter:
+        dtype = torch.complex128 if parameter.is_complex() else torch.float64
         if id(parameter) in empty:
-            return nn.Parameter(torch.zeros((), dtype=torch.float64).expand(parameter.shape))
-        data = torch.randn(parameter.shape, dtype=torch.float64)
+            return nn.Parameter(torch.zeros((), dtype=dtype).expand(parameter.shape))
+        data = torch.randn(parameter.shape, dtype=dtype)
         if parameter.dim() < 2:
             # Biases, and scales of norms: around 1, or gradients fade away in deep models.
             return nn.Parameter(0.5 * data + 0.75)
@@ -32,13 +33,21 @@ def random_copy(module: nn.Module, empty: Collection[int] = ()) -> nn.Module:
 
     def same_buffer(buffer: Tensor) -> Tensor:
         if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
-            real = buffer.detach().cpu().clone()
-            return real.double() if real.is_floating_point() else real
-        if buffer.is_floating_point():
-            return torch.rand(buffer.shape, dtype=torch.float64)
+            return in_double(buffer)
+        if buffer.is_floating_point() or buffer.is_complex():
+            dtype = torch.complex128 if buffer.is_complex() else torch.float64
+            return torch.rand(buffer.shape, dtype=dtype)
         return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
     return copied_without_hooks(module, random_parameter, same_buffer).eval()
+
+
+def in_double(tensor: Tensor) -> Tensor:
+    """Copy a tensor to the CPU in the dtype of its kind that rounds least."""
+    real = tensor.detach().cpu().clone()
+    if real.is_complex():
+        return real.to(torch.complex128)
+    return real.double() if real.is_floating_point() else real
 
 
 def sharing_copy(module: nn.Module) -> nn.Module:
@@ -56,7 +65,10 @@ def scaled_copy(module: nn.Module, factor: float) -> nn.Module:
     return deep_copied(module, memo)
 
 
-_LOW = (torch.float32, torch.bfloat16, torch.float16)
+_IN_DOUBLE = {
+    **dict.fromkeys((torch.float32, torch.bfloat16, torch.float16), torch.float64),
+    **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
+}
 
 
 class _MadeInDouble:
@@ -121,4 +133,4 @@ def _grouped_mm(
 
 
 def _double(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _LOW else value
+    return _IN_DOUBLE.get(value, value) if isinstance(value, torch.dtype) else value

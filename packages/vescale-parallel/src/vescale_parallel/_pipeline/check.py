@@ -111,7 +111,9 @@ def _run_all(
         last = stage == stages.num_stages - 1
         takes, sends = cuts.get(start, ()) if stage else (), cuts.get(end, ())
         received = [torch.zeros_like(x).detach() for x in sent]
-        given = [writable(x.requires_grad_(x.is_floating_point())) for x in received]
+        given = [
+            writable(x.requires_grad_(x.is_floating_point() or x.is_complex())) for x in received
+        ]
         staging.run = StageRun(stage, start, end, last, lambda _, x=given: x, takes, sends)
         # As in the runtime: the first stage needs none.
         Placeholder.usable = stage > 0

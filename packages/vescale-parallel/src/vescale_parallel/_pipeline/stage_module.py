@@ -275,7 +275,8 @@ def _zeros(role: _Role, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         zeros = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-        return zeros.requires_grad_(leaf.is_floating_point() and torch.is_grad_enabled())
+        may_have_grad = leaf.is_floating_point() or leaf.is_complex()
+        return zeros.requires_grad_(may_have_grad and torch.is_grad_enabled())
 
     return pytree.tree_map(made, outline.output)
 

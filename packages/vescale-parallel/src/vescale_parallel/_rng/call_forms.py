@@ -135,6 +135,9 @@ class DrawForms:
         if whole is None:
             raise RowCheckError(f"{type(model).__name__} cannot be copied")
         subject = deep_copied(whole).double()
+        for tensor in (*subject.parameters(), *subject.buffers()):
+            if tensor.is_complex():
+                tensor.data = tensor.data.to(torch.complex128)
         for fqn, module in model.named_modules():
             subject.get_submodule(fqn).training = module.training
         try:

@@ -17,7 +17,10 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 # Floats that differ by less, relative to the norm, may be results of kernels that add in any
 # order; rows that differ are apart by the inverse root of their number at least.
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+_ROUNDING = {
+    **dict.fromkeys((torch.float64, torch.complex128), 1e-9),
+    **dict.fromkeys((torch.float32, torch.complex64), 1e-5),
+}
 _ROUNDING_OF_HALF = 1e-2
 
 
@@ -110,7 +113,7 @@ def _leaf(name: str, value: Any) -> Leaf:
     if not plain or value.device.type not in ("cpu", "cuda") or value.is_quantized:
         return Leaf(name=name, kind=f"{type(value).__name__} {kind}")
     tolerance = 0.0
-    if value.is_floating_point():
+    if value.is_floating_point() or value.is_complex():
         tolerance = _ROUNDING.get(value.dtype, _ROUNDING_OF_HALF)
     return Leaf(name=name, kind=kind, numbers=(0, 0.0, 0.0), tolerance=tolerance)
 

@@ -73,8 +73,8 @@ class CallGuard:
 
     def _doubt(self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
         """Return why there is no proof; raise if the plan is wrong."""
-        named = pytree.tree_map_only(Tensor, plain, self._forms.named(args, kwargs))
-        small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
+        given = pytree.tree_map_only(Tensor, plain, self._forms.batch(args, kwargs))
+        small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(given))
         try:
             return in_fresh_thread(lambda: self._check(small))
         except Contradiction as error:
@@ -89,7 +89,7 @@ class CallGuard:
     def _told(self, fqn: str) -> str:
         return repr(fqn) if fqn else f"{self._class} itself"
 
-    def _check(self, named: Mapping[str, Any]) -> str | None:
+    def _check(self, batch: Any) -> str | None:
         subject, sharding = self._whole, self._sharding
         assert subject is not None
         if is_large(subject):
@@ -97,11 +97,11 @@ class CallGuard:
             smaller = None if scaled is None else self._sharding_of(scaled)
             if scaled is not None and smaller is not None:
                 subject, sharding = scaled, smaller
-        runs = DryRuns(subject, named)
+        runs = DryRuns(subject, batch)
         needs_values = _needs_values(runs)
         # Values decide what is run: right for these ones may be wrong for others, unless all that
         # they decide is which experts run.
-        doubt = "" if needs_values and _choose_experts(subject, named) else needs_values
+        doubt = "" if needs_values and _choose_experts(subject, batch) else needs_values
         result = check_plan(runs, sharding, needs_values=bool(needs_values))
         marked = frozenset(sharding.spec.grads)
         for fqn in sorted((result.partial_grads - marked) | (result.whole_grads & marked)):
@@ -133,7 +133,7 @@ def _needs_values(runs: DryRuns) -> str:
     return ""
 
 
-def _choose_experts(model: nn.Module, named: Mapping[str, Any]) -> bool:
+def _choose_experts(model: nn.Module, batch: Any) -> bool:
     """Whether a forward asks for values only to loop over the experts that have tokens."""
     with experts_without_values(model) as has_experts:
-        return has_experts and not _needs_values(DryRuns(model, named))
+        return has_experts and not _needs_values(DryRuns(model, batch))

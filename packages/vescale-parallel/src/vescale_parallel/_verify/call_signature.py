@@ -30,6 +30,14 @@ class CallForms:
         given |= {f"*{i}": value for i, value in enumerate(args[len(self._names) :])}
         return {name: value for name, value in given.items() if not self._is_default(name, value)}
 
+    def batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the arguments as an example batch, by name where each has one."""
+        return (
+            tuple(args)
+            if len(args) > len(self._names) and not kwargs
+            else self.named(args, kwargs)
+        )
+
     def form(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         """Return a text that is the same for calls that differ in sizes and numbers alone."""
         named = self.named(args, kwargs)

@@ -220,7 +220,7 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
     with torch.enable_grad(), InDouble(), chance:
         output = module(*args, **kwargs)
     leaves = pytree.tree_leaves(output)
-    floats = [isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad for x in leaves]
+    floats = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
     outputs = [x for x, is_float in zip(leaves, floats, strict=True) if is_float]
     if given.cotangents:
         with InDouble():

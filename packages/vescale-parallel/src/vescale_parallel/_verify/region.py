@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
+from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import ModuleCall
 
@@ -94,8 +95,8 @@ def region_of_call(module: nn.Module, fqn: str, call: ModuleCall, how: How) -> R
 
 def given_input(leaf: Any) -> Any:
     """Return an example's input in float64, random if it is only made up or has no values."""
-    if type(leaf) is Tensor and leaf.is_floating_point() and leaf.device.type != "meta":
-        values = leaf.detach().cpu().double()
+    if _is_float(leaf) and type(leaf) is Tensor and leaf.device.type != "meta":
+        values = in_double(leaf)
         if values.numel() and bool(values.isfinite().all()) and bool((values != 0).any()):
             return values.clone().requires_grad_(leaf.requires_grad)
     return _random_input(leaf)
@@ -104,9 +105,14 @@ def given_input(leaf: Any) -> Any:
 def _random_input(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.is_floating_point():
-        values = torch.randn(leaf.shape, dtype=torch.float64)
+    if _is_float(leaf):
+        dtype = torch.complex128 if leaf.is_complex() else torch.float64
+        values = torch.randn(leaf.shape, dtype=dtype)
         return values.requires_grad_(leaf.requires_grad)
     if type(leaf) is Tensor and leaf.device.type != "meta":
         return leaf.detach().cpu().clone()
     return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -79,11 +79,16 @@ class ParallelLoader:
         self.batch_sampler: Any = None if ready is None else ready.batch_sampler
         self.batch_size: int | None = self._source.size
         self.is_at_uneven = False
-        self._given: dict[int, weakref.ref[Tensor]] = {}
+        self._given: dict[int, tuple[weakref.ref[Tensor], bool]] = {}
 
     def gave(self, tree: Any) -> bool:
         """Whether any tensor of a tree is of a batch that this loader has given."""
         return any(id(leaf) in self._given for leaf in pytree.tree_leaves(tree))
+
+    def put_apart(self, tree: Any) -> bool:
+        """Whether it is one whose rows are in another order than one device's, put together."""
+        given = (self._given.get(id(leaf)) for leaf in pytree.tree_leaves(tree))
+        return any(is_apart for _, is_apart in filter(None, given))
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch.
@@ -125,7 +130,7 @@ class ParallelLoader:
                 self._taken += num_rows
                 self.is_at_uneven = not self._share.is_even(num_rows)
                 batch = self._moved(batch)
-                self._note(batch)
+                self._note(batch, is_apart=self._source.is_apart)
             yield batch
         self._last_end, self.is_at_uneven = self._taken, False
         self._epoch += 1
@@ -142,12 +147,13 @@ class ParallelLoader:
 
         return pytree.tree_map(move, tree)
 
-    def _note(self, batch: Any) -> None:
+    def _note(self, batch: Any, *, is_apart: bool) -> None:
         # Programs may hold many batches at once, to prefetch for example.
         for leaf in _leaves(batch):
             if isinstance(leaf, Tensor):
                 key = id(leaf)
-                self._given[key] = weakref.ref(leaf, lambda _, key=key: self._given.pop(key, None))
+                held = weakref.ref(leaf, lambda _, key=key: self._given.pop(key, None))
+                self._given[key] = held, is_apart
 
     def state_dict(self) -> dict[str, Any]:
         """Return where in the global order the loader is."""

@@ -9,22 +9,27 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from .collated import Collate
 from .options import Options, Seeds
 from .order import Indices, Order
 from .share import Share
 
 
 class MapStyle:
-    """Fetches this rank's share of every global batch from a map-style data set."""
+    """Fetches this rank's share of every global batch from a map-style data set.
+
+    Attributes:
+        is_apart: Whether rows of a sample are apart in the latest batch.
+    """
 
     def __init__(self, dataset: Any, order: Order, options: Options, share: Share) -> None:
         self.order, self._share = order, share
         self._seeds = Seeds(options, share, alike=False)
-        self._rows = _RowsOfBatches(share)
+        self._rows, self.is_apart = _RowsOfBatches(share), False
         self._loader: DataLoader[Any] = DataLoader(
             cast("Dataset[Any]", dataset),
             batch_sampler=cast("Sampler[list[int]]", self._rows),
-            collate_fn=options.collate_fn,
+            collate_fn=Collate(options.collate_fn),
             worker_init_fn=options.worker_init_fn,
             generator=self._seeds.generator,
             **options.settings,
@@ -41,9 +46,10 @@ class MapStyle:
         batches = iter(self._loader)
         while True:
             with self._seeds.fetching(taken):
-                batch = next(batches, _END)
-            if batch is _END:
+                made = next(batches, _END)
+            if made is _END:
                 break
+            self.is_apart, batch = cast("tuple[bool, Any]", made)
             num_rows = self._rows.sizes.popleft()
             taken += num_rows
             yield num_rows, batch

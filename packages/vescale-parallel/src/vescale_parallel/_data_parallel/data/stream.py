@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from vescale_parallel._mesh.agreement import check_agreement
 
 from .beginning import Beginning
+from .collated import Collate
 from .options import Options, Seeds, mixed, own_draws
 from .share import Share
 
@@ -34,6 +35,9 @@ class Stream:
         options: How to fetch.
         share: Which rows of a batch.
         drop_last: Whether a last batch with fewer rows is left out.
+
+    Attributes:
+        is_apart: Whether rows of a sample are apart in the latest batch.
     """
 
     def __init__(
@@ -48,12 +52,12 @@ class Stream:
         self._loader: DataLoader[Any] = DataLoader(
             self._rows,
             batch_size=None,
-            collate_fn=cast("Any", _Collate(options.collate_fn, share)),  # of one element
+            collate_fn=cast("Any", _Collate(Collate(options.collate_fn), share)),  # of one element
             worker_init_fn=start,
             generator=self._seeds.generator,
             **options.settings,
         )
-        self._has_begun = False
+        self._has_begun = self.is_apart = False
         self._beginning = Beginning({"loader": options.generator})
 
     def begin(self, epoch: int, taken: int) -> Iterator[tuple[int, Any]]:
@@ -74,7 +78,9 @@ class Stream:
             while taken > 0:
                 num_rows, _ = next(batches, (taken, None))
                 taken -= num_rows
-        yield from batches
+        for num_rows, made in batches:
+            self.is_apart, batch = made or (False, None)
+            yield num_rows, batch
 
     def state(self) -> dict[str, Any]:
         """Return what else than the epoch and the samples taken of it says what comes."""
@@ -141,7 +147,7 @@ class _RowsOfStream(IterableDataset[_Rows]):
 class _Collate:
     """Makes a batch of samples; in a worker, so it has to be picklable."""
 
-    collate_fn: Callable[[list[Any]], Any]
+    collate_fn: Collate
     share: Share
 
     def __call__(self, rows: _Rows) -> tuple[int, Any]:

@@ -60,17 +60,21 @@ def outline_of(
 
 
 def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) -> Outline:
-    try:
-        # Tensors of inference mode do not tell that they are written to.
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            _GroupedShapes(),
-            untouched_generators(),
-        ):
-            return _run(skeleton, *pytree.tree_map_only(Tensor, on_meta, given))
-    except Exception as error:
-        failed = error
+    failed: Exception | None = None
+    # Then with tensors that code makes by itself, an index say, on that device, too.
+    for default in (contextlib.nullcontext(), torch.device("meta")):
+        try:
+            # Tensors of inference mode do not tell that they are written to.
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                _GroupedShapes(),
+                untouched_generators(),
+                default,
+            ):
+                return _run(skeleton, *pytree.tree_map_only(Tensor, on_meta, given))
+        except Exception as error:
+            failed = failed or error
     with contextlib.suppress(Exception):
         held = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         device = held[0].device if held else torch.device("cpu")

@@ -194,7 +194,7 @@ class StageRun:
             if not isinstance(tensor, Tensor) or isinstance(tensor, Placeholder):
                 raise ValueError(_refusal(fqn, each, "send"))
             found.append(tensor)
-        if not any(tensor.is_floating_point() for tensor in found):
+        if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in found):
             raise ValueError(
                 f"pipeline parallelism sends what {fqn!r} is called with, but what the "
                 "blocks before it have computed has no floating-point tensor"

@@ -75,7 +75,7 @@ class Bundle:
         """
         has_grad = [x.requires_grad for x in outputs]
         if torch.is_grad_enabled() and not any(has_grad):
-            has_grad[[x.is_floating_point() for x in outputs].index(True)] = True
+            has_grad[[x.is_floating_point() or x.is_complex() for x in outputs].index(True)] = True
         return cls([x.detach() for x in outputs], has_grad)
 
     @property
