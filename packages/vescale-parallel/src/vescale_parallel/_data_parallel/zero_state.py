@@ -101,6 +101,7 @@ class ZeroState:
                     after_forward=partial(self._leave_forward_of, param_group),
                     before_backward=partial(self._enter_backward_of, param_group),
                     num_backwards=lambda: self._num_backwards,
+                    frees=self._frees,
                 )
         # Otherwise a block's gradients are reduced, and their memory freed, soon after.
         self._writes = not sums_first and not self._reduces_early
