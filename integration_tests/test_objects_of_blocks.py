@@ -1,4 +1,4 @@
-"""Blocks that return an object of a class of their own, in which torch looks for no tensors."""
+"""Blocks that are given and return objects of a class of their own, which torch leaves shut."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vescale_testing import World
 
 from .contexts import VOCABULARY, batch_of
-from .plans import CP, DP, PARTS, PP, ZERO, Constraints
+from .plans import CP, DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import Block, Program, Run, right, rows
 from .short_group import in_short_group
 from .test_bad_input import check
@@ -32,26 +32,26 @@ KINDS: dict[str, Any] = {"dataclass": Made, "namespace": lambda x: SimpleNamespa
 
 
 class Boxing(nn.Module):
-    """A block whose result is in an object."""
+    """A block whose argument and result are objects."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.block, self.kind = Block(), kind
 
-    def forward(self, x: Tensor) -> Any:
-        return KINDS[self.kind](x=self.block(x))
+    def forward(self, given: Any) -> Any:
+        return KINDS[self.kind](x=self.block(given.x))
 
 
 class Unboxing(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Boxing(kind) for _ in range(4))
+        self.blocks, self.kind = nn.ModuleList(Boxing(kind) for _ in range(4)), kind
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
-        x = batch["x"]
+        made = KINDS[self.kind](x=batch["x"])
         for block in self.blocks:
-            x = block(x).x
-        return F.mse_loss(x, batch["y"])
+            made = block(made)
+        return F.mse_loss(made.x, batch["y"])
 
 
 def trained(kind: str, run: Run) -> None:
@@ -65,6 +65,7 @@ def program(kind: str) -> Program:
 PLANS: dict[str, Constraints] = {
     "zero2": {DP: 2, ZERO: 2},
     "zero3": {DP: 2, ZERO: 3},
+    "tp": {TP: 2},
     "zero3, again": {DP: 2, ZERO: 3, "recompute": "full"},
 }
 
@@ -72,7 +73,7 @@ PLANS: dict[str, Constraints] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
-def test_parameters_are_there_when_backward_comes_to_an_object(
+def test_what_is_in_objects_has_the_numbers_of_one_device(
     world2: World, plan: str, kind: str
 ) -> None:
     right(world2, program(kind), PLANS[plan])
