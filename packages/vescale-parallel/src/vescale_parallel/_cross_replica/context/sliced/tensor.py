@@ -163,7 +163,8 @@ class _TakenApart(torch.autograd.Function):
         raise RuntimeError(
             "context_parallel: an autograd.Function behind the blocks, or torch's own of a full "
             "backward hook (register_full_backward_hook) of a module there or of the last block, "
-            f"was given a tensor of which a rank has a slice, and its gradient cannot be told; {WHOLE}"
+            "was given a tensor of which a rank has a slice, and its gradient cannot be told; "
+            f"{WHOLE}"
         )
 
 
