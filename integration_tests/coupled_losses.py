@@ -389,6 +389,14 @@ def _largest_at_most(net: Net, z: Tensor, batch: Batch) -> Tensor:
     return each.topk(min(6, len(each))).values.mean()
 
 
+def _largest_behind_looks(net: Net, z: Tensor, batch: Batch) -> Tensor:
+    """Looks at values first, at fewer of fewer rows, as loops over experts that were chosen do."""
+    few = batch["target"].flatten()[1::3]
+    for place in range(len(few)):
+        assert int(few[place]) < OUT
+    return _largest_at_most(net, z, batch)
+
+
 def _largest_half(net: Net, z: Tensor, batch: Batch) -> Tensor:
     each = _of_row(z, batch)
     return each.sort(descending=True).values[: len(each) // 2].mean()
@@ -418,6 +426,7 @@ LOSSES: dict[str, Loss] = {
     "decided_by_each": _decided_by_each,
     "largest_few": _largest_few,
     "largest_at_most": _largest_at_most,
+    "largest_behind_looks": _largest_behind_looks,
     "largest_half": _largest_half,
     "chosen_without_gradient": _chosen_without_gradient,
     "first_few": _first_few,

@@ -217,3 +217,33 @@ def test_logits_of_the_last_stage_are_slices(world4: World) -> None:
     # Two micro-batches of one row without stages.
     plan = {CP: 4, "batch.gradient_accumulation": 2}
     assert world4.run(on_rank_of_stage, plan) == [3, 3, 3, 3]
+
+
+def hooked(constraints: Constraints | None, places: tuple[str, ...]) -> list[Tensor] | str:
+    """Return the gradients of a step whose backward hooks halve some, or why there are none."""
+    torch.manual_seed(0)
+    model: Any = ByHand().double()
+    if constraints is not None:
+        model = vescale.parallelize(make_plan(constraints), model)
+    for place in places:
+        model.get_submodule(place).register_full_backward_hook(
+            lambda module, given, made: tuple(None if x is None else x / 2 for x in given)
+        )
+    try:
+        model(**batch_of(0, 12, "")).backward()
+    except RuntimeError as error:
+        return str(error)
+    return [whole(p.grad).clone() for p in model.parameters()]
+
+
+@pytest.mark.slow
+def test_backward_hooks_behind_blocks_need_the_whole(world2: World) -> None:
+    for places in (("blocks.0", "blocks.1"), ("blocks.2", "head")):
+        whole_there = {OUTPUTS: "whole"} if "head" in places else {}
+        expected = hooked(None, places)
+        for grads in world2.run(hooked, {CP: 2, **whole_there}, places):
+            # Rounding of float64 in another order.
+            torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
+    for said in world2.run(hooked, {CP: 2}, ("head",)):
+        assert isinstance(said, str)
+        assert "full backward hook" in said

@@ -286,10 +286,14 @@ def _listed(coupling: RowCoupling) -> str:
 
 
 def _refusal(coupling: RowCoupling, in_parts_by: str, num_parts: int) -> str:
+    # Which gives the loop the outputs of all micro-batches.
+    of_loop = (
+        ", or, with data_parallel.size 1, compute the loss in the loop, of what forward returns"
+    )
     return (
         f"rows of the batch depend on each other ({_listed(coupling)}), but {in_parts_by} runs it "
         f"in {num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "
         "batch.gradient_accumulation 1, under which data-parallel ranks compute that code over "
         "the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the "
-        "targets of all micro-batches)"
+        f"targets of all micro-batches){of_loop if in_parts_by == 'a pipeline' else ''}"
     )

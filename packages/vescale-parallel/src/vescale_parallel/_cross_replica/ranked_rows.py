@@ -6,12 +6,18 @@ that are sorted, and rows that are cut off behind a number that no part reaches,
 So are rows for all of which code decides by the value of one, ``if int(ids[0, 0]) % 2``: the first
 rows of the parts that are tried may decide alike. And rows that a batch norm is given: of random
 weights they may all be one value, where points have no neighbour within a radius for example.
+
+What all rows and a part picked is compared line of code by line of code: values decide how often
+others pick before, the experts that a loop goes over, say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 from torch import Tensor
@@ -37,12 +43,14 @@ class Picked:
         most: How many elements it takes at most, or, of a value that is looked at, which one it
             is; None if it ranks all.
         is_own: Whether the module's own code called it, not that of a module that it calls.
+        caller: The instruction that did.
     """
 
     operator: str
     length: int
     most: int | None
     is_own: bool
+    caller: tuple[CodeType, int]
 
 
 @dataclass
@@ -93,7 +101,7 @@ class PickedRows(TorchFunctionMode):
             return
         _, length, row = self._of_rows[id(x)]
         if name in _LOOKING:
-            self.found.append(Picked(_VALUE, length, row, self.is_own()))
+            self.found.append(Picked(_VALUE, length, row, self.is_own(), _caller()))
         elif isinstance(result, Tensor):
             self._of_rows[id(result)] = result, length, row
 
@@ -107,7 +115,17 @@ class PickedRows(TorchFunctionMode):
                 self._note("a slice", x, dim, each.stop)
 
     def _note(self, operator: str, x: Tensor, dim: int, most: int | None) -> None:
-        self.found.append(Picked(operator, x.shape[dim], most, self.is_own()))
+        self.found.append(Picked(operator, x.shape[dim], most, self.is_own(), _caller()))
+
+
+def _caller() -> tuple[CodeType, int]:
+    """Return the instruction that called the operator, behind this and other modes."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename == __file__ or frame.f_code.co_name == "__torch_function__"
+    ):
+        frame = frame.f_back
+    return frame.f_code, frame.f_lasti
 
 
 def picks_rows(whole: Sequence[Picked], part: Sequence[Picked], *, own: bool) -> str | None:
@@ -118,10 +136,10 @@ def picks_rows(whole: Sequence[Picked], part: Sequence[Picked], *, own: bool) ->
         part: Of a part.
         own: Leave out what was picked by modules that the module calls.
     """
-    for of_all, of_part in zip(whole, part, strict=False):
+    for of_all, of_part in _pairs(whole, part):
         if of_all.length != NUM_PARTS * of_part.length or (own and not of_all.is_own):
             continue
-        if of_all.operator != of_part.operator or of_all.most != of_part.most:
+        if of_all.most != of_part.most:
             continue
         if of_all.operator == _NORM:
             return "batch_norm normalizes over rows"
@@ -132,6 +150,16 @@ def picks_rows(whole: Sequence[Picked], part: Sequence[Picked], *, own: bool) ->
         if of_all.operator == _VALUE and not _looks_at_all(whole, of_all.length):
             return f"it looks at a value of row {of_all.most}"
     return None
+
+
+def _pairs(whole: Sequence[Picked], part: Sequence[Picked]) -> Iterator[tuple[Picked, Picked]]:
+    """Yield what the same operator of the same line picked, call by call."""
+    remaining: dict[Any, deque[Picked]] = defaultdict(deque)
+    for each in part:
+        remaining[each.operator, each.caller].append(each)
+    for each in whole:
+        if of_part := remaining[each.operator, each.caller]:
+            yield each, of_part.popleft()
 
 
 def _looks_at_all(picked: Sequence[Picked], length: int) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._parameters.asked_in_backward import refusing_parameters
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import backward_pass, is_in_backward, pytree, untraced
@@ -28,6 +31,7 @@ def on_block(
     before_backward: Callable[[], None],
     is_ready: Callable[[], bool],
     num_backwards: Callable[[], int],
+    frees: bool,
 ) -> None:
     """Have functions called as forward and backward reach a block.
 
@@ -41,6 +45,7 @@ def on_block(
             it is no longer ready.
         is_ready: Whether it still is.
         num_backwards: Tells backward passes apart.
+        frees: Whether backward cannot come to the block without ``before_backward``.
     """
 
     def before(_: nn.Module, args: Any) -> None:
@@ -49,8 +54,7 @@ def on_block(
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         if runs_again():
             return None
-        leaves: list[Any] = pytree.tree_leaves(output)
-        differentiable = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+        differentiable = _differentiable_in(output)
         after_forward(has_backward=bool(differentiable))
         entered: set[tuple[int, int]] = set()
 
@@ -72,3 +76,33 @@ def on_block(
     module.register_forward_pre_hook(untraced(before), prepend=True)
     # Also when forward raises: the model must not be left with freed parameters.
     module.register_forward_hook(untraced(after), always_call=True)
+    if frees:
+        module.register_forward_hook(untraced(_refuse_nothing))
+
+
+def _refuse_nothing(module: nn.Module, args: Any, output: Any) -> None:
+    """Refuse a block that returns no tensor, as a hook: backward would come to it unseen.
+
+    Raises:
+        TypeError: If it does, and could be differentiated.
+    """
+    if not torch.is_grad_enabled() or next(tensors_within(output), None) is not None:
+        return
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        raise TypeError(
+            f"expected a block ({type(module).__name__}) to return tensors, got "
+            f"{type(output).__name__}: with data_parallel.zero_stage 3 its parameters are "
+            "gathered when backward comes to what it returns. Return what it has computed, "
+            "instead of writing it into its arguments"
+        )
+
+
+def _differentiable_in(output: Any) -> list[Tensor]:
+    """Return what has a graph of what a block returns, in objects that pytree leaves shut, too.
+
+    An object that holds what other blocks have made, a cache, comes beside what the block made.
+    """
+    leaves = pytree.tree_leaves(output)
+    found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+    shut = [x for x in leaves if not isinstance(x, Tensor) and (is_dataclass(x) or not found)]
+    return found + [x for x in tensors_within(shut) if x.grad_fn is not None]

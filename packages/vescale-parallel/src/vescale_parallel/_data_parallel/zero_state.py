@@ -104,6 +104,7 @@ class ZeroState:
                     before_backward=partial(self._enter_backward_of, param_group),
                     is_ready=lambda group=param_group: not (self._frees and group.is_freed),
                     num_backwards=lambda: self._num_backwards,
+                    frees=self._frees,
                 )
         # Otherwise a block's gradients are reduced, and their memory freed, soon after.
         self._writes = not sums_first and not self._reduces_early

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -238,5 +239,9 @@ def tensors_within(thing: Any) -> Iterator[Tensor]:
             todo += each.values()
         elif isinstance(each, list | tuple | set):
             todo += each
-        elif hasattr(each, "__dict__") and not isinstance(each, type):
+        elif isinstance(each, type):
+            continue
+        elif dataclasses.is_dataclass(each):  # which may have slots
+            todo += [getattr(each, field.name, None) for field in dataclasses.fields(each)]
+        elif hasattr(each, "__dict__"):
             todo += vars(each).values()

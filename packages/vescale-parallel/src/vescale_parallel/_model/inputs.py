@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -107,6 +108,27 @@ def refuse_closed_batch(batch: Any) -> None:
                 f"expected a batch of tensors, alone or in tuples, lists and dicts, got a {name}, "
                 "in which torch does not look for any, so its rows are not found: make it a dict "
                 "or a NamedTuple, or say once what it holds, "
+                f"torch.utils._pytree.register_dataclass({name}) of a dataclass"
+            )
+
+
+def refuse_shut_output(fqn: str, output: Any, needed_by: str) -> None:
+    """Refuse what a block returns in an object that pytree does not open.
+
+    Raises:
+        TypeError: If there are tensors in a dataclass, or in another object and nowhere else.
+    """
+    leaves = pytree.tree_leaves(output)
+    has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) or (has_tensors and not is_dataclass(leaf)):
+            continue
+        if next(tensors_within(leaf), None) is not None:
+            name = type(leaf).__name__
+            raise TypeError(
+                f"{needed_by}: expected {fqn!r} to return tensors, alone or in tuples, lists and "
+                f"dicts, got a {name}, in which torch does not look for any: return a dict or a "
+                "NamedTuple, or say once what it holds, "
                 f"torch.utils._pytree.register_dataclass({name}) of a dataclass"
             )
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
+from vescale_parallel._model.inputs import refuse_shut_output
 from vescale_parallel._torch_private import is_in_backward, pytree
 
 from .cuts.forms import form_of
@@ -253,6 +254,7 @@ def _outline(
     outline = role.staging.outlines.get(key)
     if outline is None:
         outline = outline_of(role.skeleton, role.fqn, args, kwargs)
+        refuse_shut_output(role.fqn, outline.output, "pipeline_parallel")
         role.staging.outlines[key] = outline
     return outline, tensors
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import blocks_of
+from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
+from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import (
     DryRunError,
     ModuleCall,
@@ -43,7 +45,10 @@ class DryRuns:
         self._parts: list[tuple[TensorSharding, dict[str, ModuleCall], NotedDraws]] = []
 
     def blocks(self) -> dict[str, ModuleCall]:
-        """Return how the whole model calls its blocks, or the model itself if it has none.
+        """Return how the whole model calls its blocks, or the model itself.
+
+        If it has none, or if blocks are given or return tensors in objects that pytree does not
+        open: what is in them would be no input of a block that is run by itself, and no result.
 
         Raises:
             DryRunError: If the forward needs values.
@@ -54,6 +59,8 @@ class DryRuns:
             try:
                 self._blocks = dry_run_whole(self.model, self.batch, blocks, notes)
                 self._draws = self._heard(notes)
+                if any(map(_has_shut_tensors, self._blocks.values())):
+                    self._blocks = dry_run_whole(self.model, self.batch, ("",))
             except DryRunError as error:
                 self._blocks = error
         return _or_raise(self._blocks)
@@ -130,3 +137,15 @@ def _or_raise(found: _Found | DryRunError) -> _Found:
     if isinstance(found, DryRunError):
         raise found
     return found
+
+
+def _has_shut_tensors(call: ModuleCall) -> bool:
+    return any(map(_is_shut, ((call.args, dict(call.kwargs)), call.output)))
+
+
+def _is_shut(tree: Any) -> bool:
+    """Whether tensors are in dataclasses, or in other objects alone: a cache is beside some."""
+    leaves = pytree.tree_leaves(tree)
+    is_open = any(isinstance(leaf, Tensor) for leaf in leaves)
+    shut = [x for x in leaves if is_dataclass(x) or not (is_open or isinstance(x, Tensor))]
+    return next(tensors_within(shut), None) is not None

@@ -117,7 +117,7 @@ def _candidates(
                 yield f"{text}{order}", pairs
             for order, pairs in _packed(groups, locals_, whole, dims[0], parts):
                 yield f"{text}{order}", pairs
-    if dims == [0] and whole.dim() == 2:
+    if dims == [0]:
         yield from _in_any_order(whole, locals_)
     if len(dims) == 2:
         yield from _two_dims(whole, locals_, dims)
@@ -130,6 +130,8 @@ def _in_any_order(whole: Tensor, locals_: Mapping[Place, Tensor]) -> Iterator[tu
 
     Whose expert chose which tokens decides on their order, and on how many a rank has of them.
     """
+    if whole.dim() != 2:
+        return
     direction = torch.linspace(1.0, 2.0, whole.shape[1], dtype=torch.float64).cos()
     groups = _along(0, locals_)
     found = [torch.cat([locals_[place] for place in group]) for group in groups]
@@ -152,10 +154,12 @@ def _two_dims(
         rows = _along(1, locals_)
         for order, parts in _joined(rows, locals_, along_tp, whole.shape[along_tp]):
             by_cp = {(min(group)[0], 0): x for group, x in zip(rows, parts, strict=True)}
+            text = f"sharded over tp along dim {along_tp}{order}, "
             for other, (joined,) in _joined([[*by_cp]], by_cp, along_cp, whole.shape[along_cp]):
-                text = f"sharded over tp along dim {along_tp}{order}"
-                text += f", over cp along dim {along_cp}{other}"
-                yield text, [((0, 0), joined, whole)]
+                yield f"{text}over cp along dim {along_cp}{other}", [((0, 0), joined, whole)]
+            if along_cp == 0:
+                for other, pairs in _in_any_order(whole, by_cp):
+                    yield text + other, pairs
 
 
 def _along(axis: int, places: Mapping[Place, Tensor]) -> list[list[Place]]:
@@ -173,8 +177,10 @@ def _joined(
     parts = [[locals_[place] for place in group] for group in groups]
     if any(sum(x.shape[dim] for x in row) != size for row in parts):
         return
-    if len({x.shape[:dim] + x.shape[dim + 1 :] for row in parts for x in row}) > 1:
+    if any(len({x.shape[:dim] + x.shape[dim + 1 :] for x in row}) > 1 for row in parts):
         return  # they are shards along another dim, too
+    if any([x.shape[dim] for x in row] != [x.shape[dim] for x in parts[0]] for row in parts):
+        return
     # Queries, keys and values in one matrix, gate and up projections; tokens of several rows.
     for blocks in range(1, _MOST_BLOCKS + 1):
         if any(x.shape[dim] % blocks for row in parts for x in row):

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.inputs import refuse_shut_output
 from vescale_parallel._torch_private import is_in_backward, pytree
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.generators import generator_state
@@ -354,6 +355,7 @@ class SlicedBlocks:
         leaves, spec = pytree.tree_flatten(output)
         index = _activation(leaves)
         if fqn is not None:
+            refuse_shut_output(fqn, output, "context_parallel")
             found = self.slices, self._ranks
             self.slicing.leaving.gather(fqn, leaves, *found, activation=index)
         stack = self._open

@@ -161,8 +161,10 @@ class _TakenApart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError(
-            "context_parallel: an autograd.Function behind the blocks was given a tensor of which "
-            f"a rank has a slice, and its gradient cannot be told; {WHOLE}"
+            "context_parallel: an autograd.Function behind the blocks, or torch's own of a full "
+            "backward hook (register_full_backward_hook) of a module there or of the last block, "
+            "was given a tensor of which a rank has a slice, and its gradient cannot be told; "
+            f"{WHOLE}"
         )
 
 

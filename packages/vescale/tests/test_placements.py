@@ -1,0 +1,29 @@
+"""How verify puts ranks' tensors together."""
+
+import pytest
+import torch
+
+from vescale._verify.placements import best_match
+
+
+@pytest.mark.parametrize("rows_of_first", [7, 9, 12])
+def test_an_experts_tokens_of_two_slices_are_compared_in_any_order(rows_of_first: int) -> None:
+    """Two ranks have some of the tokens each, with half of the features; 12 looks like slices."""
+    generator = torch.Generator().manual_seed(0)
+    whole_RF = torch.randn(21, 6, generator=generator)
+    of_slices = whole_RF[torch.randperm(21, generator=generator)].split(
+        [rows_of_first, 21 - rows_of_first]
+    )
+    ranks = {
+        (cp, tp): features
+        for cp, rows in enumerate(of_slices)
+        for tp, features in enumerate(rows.chunk(2, 1))
+    }
+    match = best_match(whole_RF, ranks, bound=0.0)
+    assert match is not None
+    assert match.error == 0.0
+    assert match.placements.endswith("over cp along dim 0 in another order")
+    ranks[1, 1] = ranks[1, 1] + 1
+    match = best_match(whole_RF, ranks, bound=0.0)
+    assert match is not None
+    assert match.error > 0.1
