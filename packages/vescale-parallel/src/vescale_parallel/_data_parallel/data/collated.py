@@ -18,20 +18,24 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import set_generators, states_of_generators
 
 
-@dataclass(frozen=True)
+@dataclass
 class Collate:
     """Makes a batch, in a worker perhaps, so it has to be picklable."""
 
     collate_fn: Callable[[list[Any]], Any]
+    # What a function does with rows of a sample it does always: it is tried once.
+    _puts_apart: bool | None = None
 
     def __call__(self, samples: list[Any]) -> tuple[bool, Any]:
         """Return whether rows of a sample are apart, and the batch."""
         batch = self.collate_fn(samples)
         count = len(samples)
         has_more = any(len(x) > count > 0 == len(x) % count for x in _tensors(batch))
-        return has_more and self._puts_apart(samples[0]), batch
+        if has_more and self._puts_apart is None:
+            self._puts_apart = self._tried(samples[0])
+        return has_more and bool(self._puts_apart), batch
 
-    def _puts_apart(self, sample: Any) -> bool:
+    def _tried(self, sample: Any) -> bool:
         before = states_of_generators()
         try:
             once, twice = (self.collate_fn([sample] * count) for count in (1, 2))
