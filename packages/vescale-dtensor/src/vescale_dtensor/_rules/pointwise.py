@@ -26,6 +26,17 @@ ELEMENTWISE: frozenset[OpOverload] = frozenset({
     aten.masked_fill_.Scalar,
     aten.masked_fill_.Tensor,
     aten.isin.Tensor_Scalar,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+    aten.floor_divide.default, aten.floor_divide_.Tensor, aten.rsub.Tensor,
+    aten.complex.default, aten.polar.default,
+    aten.hardswish.default, aten.hardswish_.default,
+    aten._prelu_kernel.default, aten._prelu_kernel_backward.default,
+    # Gradients of activations.
+    aten.elu_backward.default, aten.hardshrink_backward.default, aten.hardsigmoid_backward.default,
+    aten.hardswish_backward.default, aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default, aten.mish_backward.default,
+    aten.rrelu_with_noise_backward.default, aten.softplus_backward.default,
+    aten.softshrink_backward.default,
 })  # fmt: skip
 
 # Results have the shape of the first argument and do not depend on its values.
@@ -53,7 +64,8 @@ _linear({0}, overloads=(
 _linear({0}, {1}, overloads=(aten.mul.Tensor,))
 _linear({0}, overloads=(aten.mul_.Tensor,))
 _linear({0, 1}, overloads=(
-    aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.copy_.default,
+    aten.add.Tensor, aten.add_.Tensor, aten.sub.Tensor, aten.sub_.Tensor, aten.rsub.Tensor,
+    aten.copy_.default,
 ))  # fmt: skip
 _linear({1, 2}, overloads=(aten.where.self,))
 
