@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import vescale
 from vescale_testing import World
 
 from . import (
@@ -12,8 +15,8 @@ from . import (
     habits_of_models as models,
     habits_of_optimizers as optimizers,
 )
-from .plans import DP, PARTS, PP, TP, ZERO, Constraints
-from .programs import Program, both, right
+from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
+from .programs import Program, assert_right, both, right
 from .test_bad_input import check
 
 PLANS: dict[str, Constraints] = {
@@ -160,3 +163,21 @@ def test_forwards_that_differentiate_say_what_they_meet(
 @pytest.mark.slow
 def test_forwards_may_differentiate_in_micro_batches(world2: World) -> None:
     right(world2, gradients.forces, {DP: 2, "batch.gradient_accumulation": 2})
+
+
+def _within_a_call_of_another(
+    program: Program, constraints: Constraints
+) -> tuple[list[Tensor], list[Tensor]]:
+    """While another model's DistributedDataParallel calls its module, as one may teach it."""
+    vescale.parallelize(make_plan({DP: 2}), nn.Linear(2, 2))  # starts the process group
+    with DistributedDataParallel(nn.Linear(2, 2))._inside_ddp_forward():
+        return both(program, constraints)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3"])
+def test_gradients_are_asked_for_while_another_model_is_called(world2: World, plan: str) -> None:
+    for answers in world2.run(
+        _within_a_call_of_another, gradients.backward_to_parameters, PLANS[plan]
+    ):
+        assert_right(answers)

@@ -100,6 +100,7 @@ __all__ = [
     "loss_kernels",
     "make_wrapper",
     "num_views",
+    "parameters_of_ddp",
     "pytree",
     "restarts_compilation",
     "saved_tensors_hooks_in_force",
@@ -260,9 +261,15 @@ def comes_to(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_in_ddp() -> bool:
-    """Return whether a `DistributedDataParallel` calls its module now, as torch.compile asks."""
-    return DistributedDataParallel._get_active_ddp_module() is not None  # pyright: ignore[reportPrivateUsage]
+def parameters_of_ddp() -> Iterator[torch.Tensor]:
+    """Yield what the `DistributedDataParallel` reduces that calls its module now, if one does.
+
+    torch.compile asks for it, too. Of calls in several threads at once, as of copies in dry runs,
+    torch takes one for the latest that has ended, whose copy may have been cleared since.
+    """
+    active = DistributedDataParallel._get_active_ddp_module()  # pyright: ignore[reportPrivateUsage]
+    if active is not None and "_parameters" in vars(active):
+        yield from active.parameters()
 
 
 def keeps_graph() -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from vescale_dtensor import announced_failures
-from vescale_parallel._torch_private import comes_to, is_in_ddp, keeps_graph
+from vescale_parallel._torch_private import comes_to, keeps_graph, parameters_of_ddp
 
 from .sharded_parameter import ShardedParameter
 
@@ -53,9 +53,14 @@ class AskedGradients:
 
     def of_call(self) -> CallGraph | None:
         """Return the node of a call's graph; None if there is no graph."""
-        trained = any(param.sharded.requires_grad for param in self._params)
-        # Whose reducer takes every public parameter that a pass comes to, also with nothing.
-        return CallGraph(self._params, self._made_by) if trained and not is_in_ddp() else None
+        if not any(param.sharded.requires_grad for param in self._params):
+            return None
+        # Whose reducer takes every public parameter that a pass comes to, also with nothing. Plain
+        # ones are in their places while the model is called.
+        reduced = {id(each) for each in parameters_of_ddp()}
+        if any({id(p.sharded), id(p.unsharded)} & reduced for p in self._params):
+            return None
+        return CallGraph(self._params, self._made_by)
 
     def _made_by(self, run: Callable[[], None]) -> tuple[Tensor | None, ...]:
         """Return the gradients that a backward pass gives the public parameters."""
