@@ -236,7 +236,12 @@ class Tied(nn.Module):
 
 
 def tied_lists(run: Run) -> None:
-    model, batches = Tied().double(), rows()
+    _train_planned(run, Tied().double())
+
+
+def _train_planned(run: Run, model: Any) -> None:
+    """Train under a plan that is made for the model."""
+    batches = rows()
     optimizer = sgd(model)
     if run.constraints is not None:
         plan = vescale.generate_plan(model, run.constraints, example_batch=batches[0])
@@ -345,18 +350,7 @@ class Spoken(nn.Module):
 
 
 def spoken(run: Run) -> None:
-    model, batches = Spoken().double(), rows()
-    optimizer = sgd(model)
-    if run.constraints is not None:
-        plan = vescale.generate_plan(model, run.constraints, example_batch=batches[0])
-        model, optimizer = vescale.parallelize(plan, model, sgd)
-    for batch in batches:
-        loss = model(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.keep(loss)
-    run.finish(model)
+    _train_planned(run, Spoken().double())
 
 
 class OneByOne(nn.Module):
