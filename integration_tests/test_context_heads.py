@@ -243,7 +243,6 @@ def test_backward_hooks_behind_blocks_need_the_whole(world2: World) -> None:
         expected = hooked(None, places)
         for grads in world2.run(hooked, {CP: 2, **whole_there}, places):
             # Rounding of float64 in another order.
-            # Sums over a slice at a time, in another order than over the whole.
             torch.testing.assert_close(grads, expected, rtol=1e-12, atol=1e-12)
     for said in world2.run(hooked, {CP: 2}, ("head",)):
         assert isinstance(said, str)
