@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -48,6 +49,22 @@ def test_gradients_are_taken_away_until_backward() -> None:
     assert params[0].unsharded.grad is None
     (loss * 3).backward()
     assert seen == [(3.0, grad, None)]
+
+
+def test_gradients_are_let_go_of_as_they_are_reduced() -> None:
+    """Else there are all of them, and as much again of what they are written to."""
+    param = _param(torch.ones(2))
+    left: list[Tensor | None] = []
+
+    def finish(scale: Tensor) -> None:
+        plain = param.unsharded
+        assert plain is not None
+        assert plain.grad is not None
+        taken, plain.grad = weakref.ref(plain.grad), None
+        left.append(taken())
+
+    with_deferred_backward(_loss(), [param], finish, "cpu").backward()
+    assert left == [None]
 
 
 def test_a_second_backward_through_one_step_raises() -> None:

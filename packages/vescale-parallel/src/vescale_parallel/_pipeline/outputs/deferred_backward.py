@@ -44,9 +44,9 @@ def with_deferred_backward(
 
     def hand_out(scale: Tensor) -> None:
         check()
-        for param, grad in grads.items():
+        for param in [*grads]:
             assert param.unsharded is not None
-            param.unsharded.grad = grad
+            param.unsharded.grad = grads.pop(param)  # or each was there until all are reduced
         finish(scale)
 
     anchors = _anchors(graph)
