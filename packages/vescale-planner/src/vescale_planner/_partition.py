@@ -37,6 +37,7 @@ class LocalPart:
         ep: Ranks that share its experts, of which it has its part.
         expert_share: As ``share``, of its experts' bytes alone.
         gathered_bytes: What its norms are called with around which it is gathered, for one row.
+        is_tied: Whether the first stage has its parameters, too, and steps them.
     """
 
     part: Part
@@ -49,6 +50,7 @@ class LocalPart:
     ep: int = 1
     expert_share: float = 0.0
     gathered_bytes: float = 0.0
+    is_tied: bool = False
 
     @cached_property
     def nbytes(self) -> float:
@@ -128,6 +130,11 @@ class LocalPart:
         return self.part.saved_bytes * (inside + 10 / 34 / self._handed_parts)
 
     @cached_property
+    def widest_bytes(self) -> float:
+        """The largest tensor that one of its modules returns, for one row."""
+        return self.part.widest_bytes * _cut(self.share, self.tp)
+
+    @cached_property
     def handed_bytes(self) -> float:
         """What one rank holds of what the part hands to the next, for one row."""
         return self.part.output_bytes / self._handed_parts
@@ -140,7 +147,7 @@ class LocalPart:
         handed = part.output_bytes, part.input_bytes, part.width, part.keys_bytes
         how = (
             self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut,
-            self.gathered_bytes,
+            self.gathered_bytes, part.widest_bytes, self.is_tied,
         )  # fmt: skip
         if part.experts:
             sent = part.sent_bytes, part.num_exchanges, self.expert_share, self.experts_here
@@ -202,6 +209,22 @@ class PipelineRank:
     def nbytes(self) -> float:
         """Parameter bytes."""
         return sum(self.unit_bytes)
+
+    @cached_property
+    def stepped_bytes(self) -> float:
+        """Of those, the ones that its optimizer has."""
+        return self.nbytes - sum(part.nbytes for part in self.parts if part.is_tied)
+
+    @cached_property
+    def block_bytes(self) -> tuple[float, ...]:
+        """Parameter bytes of every block, the largest first."""
+        sizes = (part.nbytes for part in self.distinct if part.is_block)
+        return tuple(sorted(sizes, reverse=True))
+
+    @cached_property
+    def outside_bytes(self) -> float:
+        """Parameter bytes of what is in no block."""
+        return sum(part.nbytes for part in self.distinct if not part.is_block)
 
     @cached_property
     def unit_bytes(self) -> tuple[float, ...]:
@@ -282,7 +305,7 @@ def pipeline_ranks(
             owned.append(parts[-1])
         if stage == last and last > 0 and workload.tied:
             twice = Part(parameters=workload.tied)
-            owned.append(LocalPart(twice, parts[-1].share, parts[-1].tp, False))
+            owned.append(LocalPart(twice, parts[-1].share, parts[-1].tp, False, is_tied=True))
         stages.append(tuple(owned))
     return tuple(
         PipelineRank(tuple(stages[stage] for stage in placement.stages_of(rank)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -64,6 +64,7 @@ class Part:
         routed_rows: Rows that the experts of one of these modules are called with, together.
         norm_bytes: What its modules are called with that multiply nothing and return as much:
             name and bytes. Where such a norm needs features that are cut, they are gathered.
+        widest_bytes: The largest tensor that one of its modules returns, of a block.
     """
 
     parameters: tuple[ParameterSize, ...] = ()
@@ -77,6 +78,7 @@ class Part:
     num_exchanges: int = 0
     routed_rows: float = 0.0
     norm_bytes: tuple[tuple[str, float], ...] = ()
+    widest_bytes: float = 0.0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -185,7 +187,7 @@ def observed_parts(
     """Divide an observation by its rows; ``itemsize`` is that of activations."""
     rows = max(1, seen.rows)
     width = seen.blocks[0].output_bytes / rows if seen.blocks else 0.0
-    norms = _norm_bytes(seen, itemsize)
+    norms, widest = _norm_bytes(seen, itemsize), _widest_bytes(seen, itemsize)
     before = Part(
         parameters=owned[0],
         flops=seen.before_flops / rows,
@@ -200,6 +202,7 @@ def observed_parts(
             output_bytes=block.output_bytes / rows,
             keys_bytes=keys_share(parameters) * block.output_bytes / rows,
             norm_bytes=norms.get(block.fqn, ()),
+            widest_bytes=widest[block.fqn],
         )
         for parameters, block in zip(owned[1:-1], seen.blocks, strict=True)
     )
@@ -223,13 +226,28 @@ def _norm_bytes(seen: Observation, itemsize: int) -> dict[str, tuple[tuple[str, 
     for call in seen.modules:
         if call.flops or len(call.outputs) != 1 or {*call.inputs} != {*call.outputs}:
             continue
-        holders = itertools.accumulate(call.fqn.split("."), "{}.{}".format)
-        block = next((fqn for fqn in holders if fqn in found), None)
+        block = _block_of(call.fqn, found)
         if block is not None:
             nbytes = math.prod(call.outputs[0]) * itemsize / max(1, seen.rows)
             nbytes *= (len(call.inputs) + 1) / 2
             found[block].setdefault(call.fqn, nbytes)
     return {block: tuple(norms.items()) for block, norms in found.items()}
+
+
+def _widest_bytes(seen: Observation, itemsize: int) -> dict[str, float]:
+    """Return, for each block, the largest tensor that a module in it returned, for one row."""
+    found = {block.fqn: 0.0 for block in seen.blocks}
+    for call in seen.modules:
+        block = _block_of(call.fqn, found)
+        if block is not None:
+            numel = max((math.prod(shape) for shape in call.outputs), default=0)
+            found[block] = max(found[block], numel * itemsize / max(1, seen.rows))
+    return found
+
+
+def _block_of(fqn: str, blocks: Container[str]) -> str | None:
+    holders = itertools.accumulate(fqn.split("."), "{}.{}".format)
+    return next((holder for holder in holders if holder in blocks), None)
 
 
 def with_attention(part: Part, once: frozenset[str], tokens: float) -> Part:
@@ -291,6 +309,7 @@ def estimated_parts(
             saved_bytes=vectors * width * ASSUMED_TOKENS,
             output_bytes=width * ASSUMED_TOKENS,
             keys_bytes=keys_share(parameters) * width * ASSUMED_TOKENS,
+            widest_bytes=4 * width * ASSUMED_TOKENS,
         )
 
     before = part(owned[0], vectors=0 if len(owned) > 2 else 17)

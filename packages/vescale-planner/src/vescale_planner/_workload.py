@@ -118,6 +118,7 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
             keys_bytes=each.keys_bytes * factor,
             sent_bytes=each.sent_bytes * factor,
             norm_bytes=tuple((fqn, nbytes * factor) for fqn, nbytes in each.norm_bytes),
+            widest_bytes=each.widest_bytes * factor,
         )
 
     return replace(

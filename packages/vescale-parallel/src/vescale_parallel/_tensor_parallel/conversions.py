@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
 from vescale_parallel._model.linear_layout import LinearKind
+from vescale_parallel._torch_private import call_after_backward, is_in_backward
 
 from .async_reduce import Beside, sum_in_parts
 from .chunks import part_sizes
@@ -131,7 +132,8 @@ class Boundary:
     def watch(self, model: nn.Module, ends: Mapping[str, tuple[str, str]]) -> None:
         """Refuse calls of a model that pass by a module at which a sequence is cut or gathered.
 
-        ``ends`` are, of every stack of blocks, the modules that cut and that gather.
+        What entered last is let go of when a call ends. ``ends`` are, of every stack of blocks, the
+        modules that cut and that gather.
         """
         self._ends = dict(ends)
 
@@ -153,6 +155,7 @@ class Boundary:
         if ends:
             model.register_forward_pre_hook(begin, prepend=True)
             model.register_forward_hook(end, prepend=True)
+        model.register_forward_hook(lambda *_: self.forget())
 
     def as_now(self, others: Callable[[], Around]) -> Callable[[], Around]:
         """Return what makes the context of blocks that run again in backward, with others'.
@@ -206,6 +209,9 @@ class Boundary:
         if self._entered is not None and self._entered[0]() is x and self._entered[1] == key:
             return self._entered[2]
         entered = self._convert_entering(x, dim, stack)
+        if self._entered is None and is_in_backward():
+            # What runs again ends where backward has all it asked for, before anything leaves.
+            call_after_backward(self.forget)
         self._entered = None if version is None else (weakref.ref(x), key, entered)
         return entered
 
