@@ -281,7 +281,7 @@ def tensors_mb() -> float:
     """Return what the tensors of this process take, what several are in once."""
     gc.collect()
     storages = {x.untyped_storage() for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter)}
-    found = sorted((each.data_ptr(), each.nbytes()) for each in storages)
+    found = sorted((each.data_ptr(), each.nbytes()) for each in storages if each.data_ptr())
     total = end = 0
     for first, nbytes in found:
         total += max(first + nbytes - max(first, end), 0)

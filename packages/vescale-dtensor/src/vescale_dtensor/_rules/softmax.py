@@ -31,13 +31,14 @@ def _decomposed(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     values, dims = widened(given), [call.named("dim")]
     largest = settled(aten.amax.default(values, dims, True))
     shifted = values - largest
+    del values  # each is as large as logits, and no more of them are there at once than must be
     exponentials = shifted.exp()
     total = settled(aten.sum.dim_IntList(exponentials, dims, True))
     if func is aten._softmax.default:
-        result = exponentials / total
-    else:
-        result = shifted - total.log()
-    return result.to(dtype)
+        del shifted
+        return (exponentials / total).to(dtype)
+    del exponentials
+    return (shifted - total.log()).to(dtype)
 
 
 def _decomposed_backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

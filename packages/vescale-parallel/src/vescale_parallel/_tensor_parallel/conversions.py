@@ -132,8 +132,8 @@ class Boundary:
     def watch(self, model: nn.Module, ends: Mapping[str, tuple[str, str]]) -> None:
         """Refuse calls of a model that pass by a module at which a sequence is cut or gathered.
 
-        What entered last is let go of when a call ends. ``ends`` are, of every stack of blocks, the
-        modules that cut and that gather.
+        What entered last is let go of when a call ends. ``ends`` are, of every stack of blocks,
+        the modules that cut and that gather.
         """
         self._ends = dict(ends)
 

@@ -84,14 +84,22 @@ def activations_of(
     # The loss is through by then, and what it kept is free. What runs again is there whole.
     of_last = all_kept - behind + np.where(full, block, 0.0) + made
     of_first = one * (in_flight - 1) + before + block + made
-    # Logits, their gradient and that of their logarithms. A caller has those of one pass.
+    # Logits, their gradient and that of their logarithms. A caller has those of one pass. Where
+    # they are cut, their exponentials are there, too, in forward and in backward.
     logits = _logits(columns, owned, places, output_bytes)
+    is_cut = of_each(owned, lambda own: any(p.keeps_cut for p in own.parts))
     returned = np.where(columns.parts == 1, logits, 0.0)
     wide = max(1.0, _LOSS_ITEMSIZE / numerics.compute_itemsize)
     nothing = np.zeros_like(logits)
     return Activations(
         kept=(all_kept, all_kept, of_last, of_first, nothing),
-        output=(logits, returned + 2 * wide * logits, returned, returned, returned),
+        output=(
+            (1 + is_cut) * logits,
+            returned + (2 + is_cut) * wide * logits,
+            returned,
+            returned,
+            returned,
+        ),
         all_in_flight=in_flight >= of_all,
     )
 
