@@ -12,9 +12,10 @@ from vescale_planner._candidates import Candidate, Rows, candidates
 from vescale_planner._layouts import Layout, layouts
 from vescale_planner._partition import PipelineRank, Sharded, local_parts, pipeline_ranks
 from vescale_planner._parts import ParameterSize, Part
+from vescale_planner._prices.activations import passes_in_flight
 from vescale_planner._prices.columns import Numerics
 from vescale_planner._prices.cost import step_cost
-from vescale_planner._prices.memory import optimizer_states, passes_in_flight, peak_memory
+from vescale_planner._prices.memory import optimizer_states, peak_memory
 from vescale_planner._workload import Workload
 
 H200 = Cluster.preset("h200")
@@ -85,9 +86,15 @@ def test_one_rank_holds_parameters_gradients_states_and_activations() -> None:
 
 
 def test_every_zero_stage_takes_less_memory() -> None:
-    used = [_memory(_candidate(dp=8, zero_stage=stage)) for stage in range(4)]
+    used = [_memory(_candidate(dp=8, zero_stage=stage, accumulation=2)) for stage in range(4)]
     assert used == sorted(used, reverse=True)
     assert len(set(used)) == 4
+
+
+def test_gradients_of_one_pass_come_as_activations_go() -> None:
+    """ZeRO 1 reduces them block by block then, as ZeRO 2 does, after those of the last step."""
+    used = [_memory(_candidate(dp=8, zero_stage=stage)) for stage in (1, 2)]
+    assert used[0] == used[1] == pytest.approx(16e9 + (1 + 2) * 16e9 / 8 + 8e9 * 8)
 
 
 def test_replicas_of_shards_hold_more_than_shards_alone() -> None:

@@ -266,7 +266,10 @@ def test_cut_logits_are_priced_and_counted_cut() -> None:
         ranks = _ranks(candidate, workload, cut_logits=cut)
         memory = peak_memory(candidate, ranks, numerics=GIVEN, output_bytes=workload.output_bytes)
         found[cut] = memory, step_cost(candidate, ranks, PLAIN, numerics=GIVEN)
-    assert found[False][0].output == 8 * found[True][0].output == 8e9
+    # Logits, and in float32 their gradient and that of their logarithms; where they are cut, their
+    # exponentials, too.
+    assert found[False][0].output == 4e9 * (1 + 2 * 2)
+    assert found[True][0].output == 4e9 / 8 * (1 + 3 * 2)
     assert found[False][0].activations - found[True][0].activations == pytest.approx(7e9)
     # Whole logits are gathered; the gradient of the head's input is summed either way.
     sums = 2 * 7 / 8 * 1e8 / 4e11
@@ -445,40 +448,46 @@ def test_a_block_that_runs_again_has_the_memory_of_what_the_loss_let_go_of() -> 
 
     alone = activations(0.0, 0.0)
     assert activations(1e9, 0.0) == alone  # kept by the loss, and let go of before the block
-    assert activations(0.0, 2e9) == alone - 2e9  # a gradient that was counted is
+    assert activations(0.0, 5e8) == alone  # as is the gradient of the output
     assert activations(9e9, 0.0) == alone - 6e9 + 9e9  # more than the block keeps
 
 
 def test_processors_keep_what_gradients_are_sent_from_and_arrive_in() -> None:
     head = Part(parameters=(ParameterSize("head", 10**9, 3 * 10**9),))
-    workload = replace(_workload(), after=head)
+    light = replace(_workload(saved_bytes=0.0), after=head)
+    heavy = replace(_workload(saved_bytes=9e9), after=head)
     whole, block = 11e9, 2e9
     given = {
         "gpu": GIVEN, "cpu": replace(GIVEN, keeps_buffers=Cluster.preset("cpu").keeps_buffers)
     }  # fmt: skip
 
-    def gradients(where: str, candidate: Candidate) -> float:
+    def gradients(where: str, candidate: Candidate, workload: Workload) -> float:
         ranks = _ranks(candidate, workload)
         return peak_memory(candidate, ranks, numerics=given[where], output_bytes=0.0).gradients
 
-    scattered = _candidate(dp=8, zero_stage=2)
-    assert gradients("gpu", scattered) == whole / 8 + 3e9
-    assert gradients("cpu", scattered) == whole / 8 + (3e9 + block) + 3e9
-    assert gradients("gpu", _candidate(dp=8)) == whole
-    assert gradients("cpu", _candidate(dp=8)) == whole + 3e9
+    scattered, summed = _candidate(dp=8, zero_stage=2), _candidate(dp=8)
+    buffers = (3e9 + block) + 3e9
+    for where in ("gpu", "cpu"):  # when all are reduced
+        assert gradients(where, scattered, light) == whole / 8 + buffers
+        assert gradients(where, summed, light) == whole + 3e9
+    # When forward ends, with gradients of the step before.
+    assert gradients("gpu", scattered, heavy) == whole / 8
+    assert gradients("gpu", summed, heavy) == whole
+    assert gradients("cpu", scattered, heavy) == whole / 8 + buffers
+    assert gradients("cpu", summed, heavy) == whole + 3e9
     # Added up first, while nothing is kept.
-    assert gradients("cpu", _candidate(dp=8, accumulation=2, rows=2)) == whole
+    assert gradients("cpu", _candidate(dp=8, accumulation=2, rows=2), heavy) == whole
 
 
 def test_gradients_of_a_pipeline_are_whole_until_it_reduces() -> None:
-    candidate, workload = _candidate(dp=8, pp=2, zero_stage=2, microbatches=4, rows=4), _workload()
-    ranks = _ranks(candidate, workload)
+    candidate = _candidate(dp=8, pp=2, zero_stage=2, microbatches=4, rows=4)
+    ranks = _ranks(candidate, _workload(saved_bytes=9e9))
     once, often = (
         peak_memory(candidate, ranks, numerics=each, output_bytes=0.0).gradients
         for each in (GIVEN, replace(GIVEN, sums_first=False))
     )
     assert once == 2 * 2e9
-    assert often == 2 * 2e9 / 8 + 2e9
+    assert often == 2 * 2e9 / 8 + 2 * 2e9
 
 
 def test_waiting_ranks_leave_shared_processors_to_the_others() -> None:

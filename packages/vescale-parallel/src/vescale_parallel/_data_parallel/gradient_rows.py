@@ -300,7 +300,9 @@ class GradientRows:
     ) -> Started[Tensor]:
         is_shared_out = self._layout.ranks > shards.size()  # by the copies, among themselves
         rows = rows.view(shards.size(), -1) if is_shared_out else rows
-        with self._buffers.received(rows) as received:
+        # A backend's own sum brings this rank's row alone.
+        arriving = rows[:1] if self._order == "library" else rows
+        with self._buffers.received(arriving) as received:
             own = yield from self._reduce_scatter(rows, shards, received)
             if not is_shared_out:
                 if copies is not None:
@@ -315,7 +317,7 @@ class GradientRows:
     def _reduce_scatter(
         self, rows: Tensor, group: dist.ProcessGroup, received: Tensor
     ) -> Started[Tensor]:
-        """Sum over ranks what they have of this rank's row, in memory for all."""
+        """Sum over ranks what they have of this rank's row, in memory for what arrives."""
         own = received[0]
         if self._order == "library":
             yield start_reduce_scatter(rows, group, out=own)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vescale_parallel import simulate_schedule
 from vescale_planner._partition import PipelineRank
@@ -32,7 +33,7 @@ class Activations:
 
     kept: tuple[Values, ...]
     output: tuple[Values, ...]
-    all_in_flight: Values
+    all_in_flight: NDArray[np.bool_]
 
     @property
     def moments(self) -> tuple[tuple[Values, ...], tuple[Values, ...]]:

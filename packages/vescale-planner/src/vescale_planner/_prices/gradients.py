@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from vescale_planner._partition import PipelineRank
 
@@ -12,7 +13,10 @@ from .columns import Columns, Numerics, Values, of_each
 
 
 def gradients_of(
-    columns: Columns, owned: Sequence[PipelineRank], numerics: Numerics, all_in_flight: Values
+    columns: Columns,
+    owned: Sequence[PipelineRank],
+    numerics: Numerics,
+    all_in_flight: NDArray[np.bool_],
 ) -> tuple[Values, ...]:
     """Return the bytes of gradients and their buffers at every moment, in the order of moments.
 
@@ -25,23 +29,25 @@ def gradients_of(
     nbytes = of_each(owned, lambda own: own.nbytes)
     shard = nbytes / columns.state_shard
     sent, received = _buffers(columns, owned)
-    sharded, once = columns.zero_stage > 0, columns.parts == 1
+    # In rank order a row of each rank arrives; a backend's own sum is of this rank's row.
+    rows = 1.0 if columns.first.reduction == "ordered" else 1 / columns.shard
+    has_copies = columns.layout.dp * columns.layout.cp > 1
+    sharded, once = (columns.zero_stage > 0) & has_copies, columns.parts == 1
     # Gradients of the last step may be cleared behind forward, and on processors the memory of
     # theirs is kept: [Note: buffers of gradients] in vescale-parallel.
     left = np.where(sharded, shard, nbytes)
-    kept = numerics.keeps_buffers & (columns.layout.dp * columns.layout.cp > 1)
-    idle = np.where(kept, left + sent + received, 0.0)
+    idle = np.where(numerics.keeps_buffers & has_copies, left + sent + received, 0.0)
     reduced = np.where(sharded, shard + sent + received, nbytes + received)
     # Those of micro-batches are added up, by ZeRO 2 and 3 outside of pipelines in shards, but of
     # what is in no block.
     scatters = (columns.zero_stage >= 2) & (columns.layout.pp == 1 or not numerics.sums_first)
     outside = of_each(owned, lambda own: own.outside_bytes)
     blocks = of_each(owned, lambda own: max(own.block_bytes, default=0.0))
-    in_shards = shard + outside * (1 - 1 / columns.state_shard) + 2 * blocks
+    in_shards = shard + outside * (1 - 1 / columns.state_shard) + blocks * (1 + rows)
     summed = np.where(scatters, in_shards, nbytes)
     before = np.where(all_in_flight, 0.0, summed)
-    at_end = np.where(scatters, in_shards, nbytes + 2 * np.maximum(blocks, outside))
-    at_end = np.where(columns.layout.dp * columns.layout.cp > 1, at_end, nbytes)
+    at_end = np.where(scatters, in_shards, nbytes + np.maximum(blocks, outside))
+    at_end = np.where(has_copies, at_end, nbytes)
     found = (
         np.where(once, np.maximum(left, idle), before),
         np.where(once, idle, before),
@@ -61,15 +67,18 @@ def _buffers(columns: Columns, owned: Sequence[PipelineRank]) -> tuple[Values, V
     """Return the bytes that gradients are sent from, beside themselves, and that they arrive in.
 
     Rows of what is in no block, and of a block: under ZeRO 1 of two, of which one is under way.
-    What arrives is as large as the larger of both. Two ranks sum whole gradients in place, as do
-    all that leave the order to the backend.
+    What arrives, in rank order, is as large as the larger of both. Two ranks sum whole gradients
+    in place, as do all that leave the order to the backend.
     """
     blocks = of_each(owned, lambda own: max(own.block_bytes, default=0.0))
     again = of_each(owned, lambda own: sum(own.block_bytes[1:2]))
     outside = of_each(owned, lambda own: own.outside_bytes)
     sent = np.where(columns.zero_stage == 1, again, 0.0) + blocks + outside
-    arrives = columns.zero_stage > 0
-    if columns.first.reduction == "ordered" and columns.layout.dp * columns.layout.cp > 2:
-        arrives = np.ones_like(arrives)
-    received = np.where(arrives, np.maximum(blocks, outside), 0.0)
+    largest = np.maximum(blocks, outside)
+    if columns.first.reduction == "ordered":
+        several = columns.layout.dp * columns.layout.cp
+        arrives = ((columns.zero_stage > 0) & (several > 1)) | (several > 2)
+        received = np.where(arrives, largest, 0.0)
+    else:
+        received = np.where(columns.zero_stage > 0, largest / columns.shard, 0.0)
     return np.where(columns.zero_stage > 0, sent, 0.0), received

@@ -1,0 +1,135 @@
+"""Memory that is predicted of a plan is what torch's allocator gives out, within 10 %."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+import vescale
+from vescale_parallel import ParallelPlan, with_constraints
+from vescale_planner import Cluster, predict
+
+from .fake_ranks import rank_0_of
+
+pytestmark = [
+    pytest.mark.slow,
+    # All ranks of a fake process group say what this one says.
+    pytest.mark.filterwarnings("ignore:.* data-parallel ranks were called with 1 different"),
+]
+
+DP, ZERO = "data_parallel.size", "data_parallel.zero_stage"
+ROWS, LENGTH, VOCABULARY = 4, 128, 2000
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    match family:
+        case "llama":
+            return LlamaForCausalLM(
+                LlamaConfig(
+                    hidden_size=256, intermediate_size=704, num_hidden_layers=4,
+                    num_attention_heads=4, vocab_size=VOCABULARY, use_cache=False,
+                )
+            )  # fmt: skip
+        case "gpt2":
+            return GPT2LMHeadModel(
+                GPT2Config(
+                    n_embd=256, n_layer=4, n_head=4, vocab_size=VOCABULARY, n_positions=LENGTH,
+                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+                    bos_token_id=0, eos_token_id=0,
+                )
+            )  # fmt: skip
+        case _:
+            return ViTForImageClassification(
+                ViTConfig(
+                    hidden_size=256, intermediate_size=1024, num_hidden_layers=6,
+                    num_attention_heads=4, image_size=128, patch_size=16,
+                )
+            )  # fmt: skip
+
+
+def batch_of(family: str, rows: int) -> dict[str, Tensor]:
+    if family == "vit":
+        pixels = torch.zeros(rows, 3, 128, 128)
+        return {"pixel_values": pixels, "labels": torch.zeros(rows, dtype=torch.long)}
+    ids = torch.zeros(rows, LENGTH, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def measured(family: str, plan: ParallelPlan) -> int:
+    """Return the most bytes that are given out at once in a second step."""
+    gc.collect()  # what an earlier call was given would be given back in this one
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model = vescale.parallelize(plan, model_of(family))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        in_parts = plan.batch.gradient_accumulation > 1
+        batch = batch_of(family, ROWS)
+        for index in range(2):
+            if index == 1:
+                mark = torch.empty(_MARK, dtype=torch.uint8)
+                del mark
+            if in_parts:
+                optimizer.zero_grad()
+            outputs = model(**batch)
+            if not in_parts:
+                optimizer.zero_grad()
+            outputs.loss.backward()
+            optimizer.step()
+            del outputs
+    held = most = 0
+    for nbytes in _changes(seen):
+        held += nbytes
+        most = 0 if nbytes == _MARK else max(most, held)
+    return most
+
+
+_MARK = 123_457  # bytes that nothing else takes
+
+
+def _changes(seen: Any) -> Iterator[int]:
+    """Yield the bytes of each allocation, negative of what is given back, in their order."""
+    events = [each for each in seen.profiler.kineto_results.events() if each.name() == "[memory]"]
+    for each in sorted(events, key=lambda event: event.start_ns()):
+        yield each.nbytes()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {DP: 1},
+        {DP: 8},
+        {DP: 8, ZERO: 1},
+        {DP: 8, ZERO: 1, "batch.gradient_accumulation": 2},
+        {DP: 8, ZERO: 2, "recompute": "full"},
+        {DP: 8, ZERO: 3},
+    ],
+    ids=lambda said: ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in said.items()),
+)
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly), "vit"]
+)
+def test_predicted_memory_is_what_the_allocator_gives_out(
+    family: str, said: dict[str, Any]
+) -> None:
+    plan = with_constraints(ParallelPlan(), {"batch.global_size": ROWS * said[DP], **said})
+    cluster = Cluster.preset("cpu")
+    example = batch_of(family, ROWS)
+    found = predict(model_of(family), plan, cluster, example_batch=example)
+    with rank_0_of(said[DP]):
+        most = measured(family, plan)
+    predicted = found.memory_bytes - cluster.reserved_bytes
+    assert predicted == pytest.approx(most, rel=0.1)
