@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Protocol
 
@@ -47,14 +47,18 @@ def on_block(
         num_backwards: Tells backward passes apart.
         frees: Whether backward cannot come to the block without ``before_backward``.
     """
+    given: list[dict[int, tuple[Tensor, Any]]] = []  # of calls that run
 
-    def before(_: nn.Module, args: Any) -> None:
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        given.append({id(x): (x, x.grad_fn) for x in leaves if isinstance(x, Tensor)})
         before_forward()
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
+        was_given = given.pop()
         if runs_again():
             return None
-        differentiable = _differentiable_in(output)
+        differentiable = [x for x in _differentiable_in(output) if not _is_as_given(x, was_given)]
         after_forward(has_backward=bool(differentiable))
         entered: set[tuple[int, int]] = set()
 
@@ -73,7 +77,7 @@ def on_block(
         return refusing_parameters(output, params) if is_in_backward() else None
 
     # A block that the user compiles is compiled with its hooks around it.
-    module.register_forward_pre_hook(untraced(before), prepend=True)
+    module.register_forward_pre_hook(untraced(before), prepend=True, with_kwargs=True)
     # Also when forward raises: the model must not be left with freed parameters.
     module.register_forward_hook(untraced(after), always_call=True)
     if frees:
@@ -95,6 +99,15 @@ def _refuse_nothing(module: nn.Module, args: Any, output: Any) -> None:
             "gathered when backward comes to what it returns. Return what it has computed, "
             "instead of writing it into its arguments"
         )
+
+
+def _is_as_given(x: Tensor, given: Mapping[int, tuple[Tensor, Any]]) -> bool:
+    """Whether a block returns what it was given, and has not written to it.
+
+    Backward comes to whoever made it then, a block before perhaps, and not to this one, which
+    was dropped (stochastic depth), or hands it on.
+    """
+    return id(x) in given and given[id(x)][1] is x.grad_fn
 
 
 def _differentiable_in(output: Any) -> list[Tensor]:
