@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._model.copies import copied_without_values, plain, tensors_within
 from vescale_parallel._model.inputs import has_dims, usual_num_rows
+from vescale_parallel._model.kept_outside import filled_by, filled_error, nothing_kept_outside
 from vescale_parallel._model.random_copies import in_double, random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
@@ -72,6 +74,7 @@ class RowGuard:
         self._trained: dict[str, RowCoupling] = {}
         self._unchecked: set[tuple[str, int]] = set()
         self._dims: dict[tuple[str, int], RowDims] = {}
+        self._filled = set[str]()  # by blocks, in a trial
         self.latest: tuple[str, int] | None = None
         self.is_rows_first: Callable[[Any], bool] = lambda tree: False
         self.are_rows_apart: Callable[[Any], bool] = lambda tree: False
@@ -118,7 +121,7 @@ class RowGuard:
         leaves = filter(has_dims, pytree.tree_leaves((args, kwargs)))
         known_rows = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
         self._skips_numbers = self._losses_only and torch.is_grad_enabled()
-        seen = in_fresh_thread(lambda: self._seen(key[0], model, given, known_rows))
+        seen = in_fresh_thread(lambda: self._seen(key[0], model, given, known_rows), of=model)
         give_memory_back()
         elsewhere = functools.partial(self._with_other_dims, key, model, given, known_rows)
         if not torch.is_grad_enabled() and not seen.found.regions and not seen.found.added:
@@ -167,7 +170,7 @@ class RowGuard:
             return None
         second = second_dims(*given) if is_square else ()
         others = other_dims(second, doubtful, len(ranks[0].values))
-        found = in_fresh_thread(lambda: self._of_dims(model, given, known_rows, others))
+        found = in_fresh_thread(lambda: self._of_dims(model, given, known_rows, others), of=model)
         give_memory_back()
         better = less_dependent(exchange(found), known)
         if better is None:
@@ -185,7 +188,13 @@ class RowGuard:
     def _seen(self, form: str, model: nn.Module, given: Given, known_rows: int | None) -> Seen:
         found, why, is_wrong = NOWHERE, "", False
         try:
-            found = self._check(model, given, known_rows)
+            with nothing_kept_outside(model) as outside:
+                found = self._check(model, given, known_rows)
+                name = outside.handed_over() if self._losses_only else None
+            if name is not None:
+                raise ValueError(_handed_over(name))
+            if self._filled:
+                raise ValueError(filled_error(min(self._filled)))
         except RowCheckError as error:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
             found = replace(found, fails=not is_wrong or isinstance(error, NotFewerRowsError))
@@ -294,6 +303,9 @@ class RowGuard:
             )
         with seeded():
             subject = random_copy(whole if scaled is None else scaled)
+        if self._losses_only:
+            with contextlib.suppress(ValueError):  # it has no blocks
+                self._filled = filled_by(subject, pipeline_blocks(subject))
         if scaled is not None:
             return subject.train(model.training), True
         live = dict(model.named_modules())
@@ -320,6 +332,15 @@ def _with_regions_of(found: RowCoupling, other: RowCoupling) -> RowCoupling:
     }
     said = {"given": found.given, "returned": found.returned}
     return joined([found, replace(other, module_rows=module_rows, **said)])
+
+
+def _handed_over(name: str) -> str:
+    return (
+        f"forward puts what has a gradient into {name!r}, which belongs to no module: each stage "
+        "of a pipeline would have there what its own blocks put there, of each micro-batch. "
+        "Return it from the block, add it up from block to block as an argument, or use "
+        "pipeline_parallel.size 1"
+    )
 
 
 def _unclear(found: RowCoupling, length: int, other: RowCoupling, other_length: int) -> str:

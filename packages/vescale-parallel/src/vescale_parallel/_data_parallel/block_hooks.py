@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,18 @@ from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._parameters.asked_in_backward import refusing_parameters
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import backward_pass, is_in_backward, pytree, untraced
+
+# Of blocks, what gets them ready to run again in backward.
+_READY: MutableMapping[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+
+
+def ready_to_run_again(module: nn.Module) -> None:
+    """Have a block be ready to compute anew what backward needs of it, as recomputation does.
+
+    That is before backward has come to what the block returned, where something else came of what
+    it computed: a loss that it put into a list, made of its output.
+    """
+    _READY.get(module, lambda: None)()
 
 
 class AfterForward(Protocol):
@@ -76,6 +89,11 @@ def on_block(
         # A program's own backward may ask for gradients of what it computes there.
         return refusing_parameters(output, params) if is_in_backward() else None
 
+    def ready() -> None:
+        if is_in_backward() and not runs_again():
+            before_backward()
+
+    _READY[module] = ready
     # A block that the user compiles is compiled with its hooks around it.
     module.register_forward_pre_hook(untraced(before), prepend=True, with_kwargs=True)
     # Also when forward raises: the model must not be left with freed parameters.

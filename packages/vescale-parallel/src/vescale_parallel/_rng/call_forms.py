@@ -101,7 +101,9 @@ class DrawForms:
         whole = self._guard.whole
         found = None
         if whole is not None:
-            found = in_fresh_thread(lambda: cuts_of_example(whole, self._example, self._sharding))
+            found = in_fresh_thread(
+                lambda: cuts_of_example(whole, self._example, self._sharding), of=whole
+            )
         return scopes_of(found) if found else self._unknown
 
     def _find(
@@ -115,7 +117,7 @@ class DrawForms:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
         found: Cuts | None = None
         with contextlib.suppress(RowCheckError, DryRunError, ObservationError):
-            found = in_fresh_thread(lambda: self._cuts(model, given, num_rows, dims))
+            found = in_fresh_thread(lambda: self._cuts(model, given, num_rows, dims), of=model)
         if found is not None and not found and not torch.is_grad_enabled():
             return found  # without a word to others: one rank may evaluate alone
         return _agreed(self._exchange(found))
