@@ -18,7 +18,7 @@ from .code import names_of_code
 # Their forwards keep nothing there.
 _OWN = ("vescale", "vescale_parallel", "vescale_dtensor")
 _LIBRARIES = frozenset({"torch", "numpy", "transformers", *_OWN})
-_MOST_FUNCTIONS = 5000
+_MOST_FUNCTIONS, _DEEPEST = 5000, 4
 # No subclasses: reading one may do anything.
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
 
@@ -41,6 +41,8 @@ class KeptOutside:
         self._put_back: list[Callable[[], None]] = []
         self._places: list[tuple[str, Callable[[], Any]]] = []
         self._containers = set[int]()
+        self._objects: dict[int, Any] = {}
+        self._path: list[int] = []  # of objects within objects
         self._visited = set[int]()
         self._functions: list[Any] = []
         for cls in {type(module) for module in model.modules()}:
@@ -112,7 +114,8 @@ class KeptOutside:
                 if base is value:
                     self._keep_of_class(base, each)
         attributes = None if isinstance(value, type) else getattr(value, "__dict__", None)
-        if isinstance(attributes, dict):
+        if isinstance(attributes, dict) and id(value) not in self._objects:
+            self._objects[id(value)] = value
             self._keep_attributes(name, cast("dict[str, Any]", attributes), None)
 
     def _keep_of_class(self, cls: type, name: str) -> None:
@@ -129,9 +132,13 @@ class KeptOutside:
     def _keep_attributes(
         self, name: str, attributes: MutableMapping[str, Any], names: set[str] | None
     ) -> None:
+        if id(attributes) in self._path or len(self._path) == _DEEPEST:
+            return
+        self._path.append(id(attributes))
         for each in [*attributes] if names is None else names & attributes.keys():
             self._keep_binding(attributes, each, f"{name}.{each}")
             self._keep(f"{name}.{each}", attributes[each], names or set())
+        self._path.pop()
 
     def _keep_binding(self, space: MutableMapping[str, Any], name: str, said: str) -> None:
         before = space[name]
