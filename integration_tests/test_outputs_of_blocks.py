@@ -113,3 +113,43 @@ def test_gradients_add_up(world2: World, name: str, plan: str) -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_on_four_ranks(world4: World, recompute: str) -> None:
     right(world4, program("the last"), {TP: 2, DP: 2, ZERO: 3, "recompute": recompute})
+
+
+class Dropping(nn.Module):
+    """Returns what it is given where it is dropped: stochastic depth of whole batches."""
+
+    def __init__(self, dropped: int) -> None:
+        super().__init__()
+        self.inner, self.dropped = Block(), dropped
+
+    def forward(self, x: Tensor, *, step: int) -> Tensor:
+        return x if step % 4 == self.dropped else self.inner(x)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Dropping(index) for index in range(4))
+
+    def forward(self, x: Tensor, y: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x, step=step)
+        return F.mse_loss(x, y)
+
+
+def dropped(run: Run) -> None:
+    model, optimizer = run.start(Deep())
+    for step, batch in enumerate(rows(5)):
+        loss = model(**run.part(batch), step=step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_blocks_may_return_what_they_were_given(world2: World, plan: str, recompute: str) -> None:
+    right(world2, dropped, {**PLANS[plan], "recompute": recompute})

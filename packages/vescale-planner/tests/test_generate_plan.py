@@ -505,3 +505,8 @@ def test_a_layer_may_have_nothing_but_a_number() -> None:
     model = nn.Sequential(nn.Linear(8, 8), _Scaled())
     plan = generate_plan(model, world_size=2, cluster=CPU, example_batch=torch.zeros(4, 8))
     assert plan.data_parallel.size == 2
+
+
+def test_lazy_parameters_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"a lazy one, '0\.weight' .*run the model once"):
+        generate_plan(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), world_size=2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vescale_parallel._cross_replica import call_guard
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows, Seen
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.row_counts import num_rows_of
 from vescale_parallel._cross_replica.small_batches import some_rows
@@ -321,7 +321,8 @@ def test_masks_of_the_small_batch_are_uneven() -> None:
 def test_ranks_that_see_rows_meet_elsewhere_agree() -> None:
     model, other = Tokens(chosen), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     theirs = RowGuard(other, lambda mine: [mine]).coupling(other, (torch.randn(4, 4),), {})[0]
-    told = ("ids: int 2d, mask: bool 2d, targets: int 2d", theirs, "", False)
+    form = "ids: int 2d, mask: bool 2d, targets: int 2d"
+    told = Seen(form, theirs, "", is_wrong=False, values=frozenset(), is_square=False)
     ours = RowGuard(model, lambda mine: [mine, told])
     assert [*ours.coupling(model, tokens(), {})[0].regions] == ["", "1"]
 

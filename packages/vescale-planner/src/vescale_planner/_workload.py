@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from vescale_parallel import (
     ExpertLayer,
@@ -130,8 +131,22 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
     )
 
 
+def _refuse_lazy(model: nn.Module) -> None:
+    lazy = [fqn for fqn, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f"expected parameters that have a shape, got a lazy one, {lazy[0]!r} "
+            "(nn.LazyLinear, ..); run the model once, then plan it"
+        )
+
+
 def workload_of(model: nn.Module, example_batch: Any, block_calls: Sequence[str] = ()) -> Workload:
-    """Observe a model, or estimate from its parameters if that is not possible."""
+    """Observe a model, or estimate from its parameters if that is not possible.
+
+    Raises:
+        ValueError: If parameters have no shape yet.
+    """
+    _refuse_lazy(model)
     few = _few_tokens_for(model, example_batch)
     said, called_behind = observed_calls(model, few, block_calls)
     blocks, block_names, no_pipeline = _blocks(model, said)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from vescale_parallel._model.names_of_code import names_of_class
+from vescale_parallel._model.code import names_of_class
 
 
 def integers_read(module: nn.Module) -> Iterator[tuple[str, int]]:

@@ -109,7 +109,8 @@ def propose_sharding(
         return ShardingProposal(plan={}, left_whole={})
     # Without the modes of the caller: devices, autocast, gradients.
     return in_fresh_thread(
-        lambda: _propose(model, policy, size, sequence=sequence, example_batch=example_batch)
+        lambda: _propose(model, policy, size, sequence=sequence, example_batch=example_batch),
+        of=model,
     )
 
 

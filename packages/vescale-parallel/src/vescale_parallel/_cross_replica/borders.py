@@ -17,7 +17,7 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
-from .row_counts import num_rows_of
+from .row_counts import RowDims, ValuesOfRows, num_rows_of
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class RowCoupling:
         added: Buffers that rows add to, which are summed over ranks and micro-batches and are no
             reason for a region; see [Note: buffers that rows add to].
         apart: The same with such buffers; None if there are none.
+        fails: Whether some code does not run on fewer rows.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -86,6 +87,7 @@ class RowCoupling:
     rows_read: frozenset[str] = frozenset()
     added: frozenset[str] = frozenset()
     apart: RowCoupling | None = None
+    fails: bool = False
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
@@ -126,6 +128,7 @@ class RowCoupling:
             rows_read=frozenset(map(generalize, self.rows_read)),
             added=frozenset(map(generalize, self.added)),
             apart=None if self.apart is None else self.apart.as_patterns(),
+            fails=self.fails,
         )
 
     def is_written(self, fqn: str) -> bool:
@@ -181,7 +184,61 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         frozenset[str]().union(*(each.rows_read for each in found)),
         frozenset[str]().union(*(each.added for each in found)),
         joined([each.apart or each for each in found]) if any(e.apart for e in found) else None,
+        any(each.fails for each in found),
     )
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw of a form of call.
+
+    Attributes:
+        form: The form.
+        found: Where rows depend on each other.
+        why: Why that is not known, if it is not.
+        is_wrong: Whether the call is refused for it.
+        values: Of tensors taken for rows, see :func:`.row_counts.values_of_rows`.
+        is_square: Whether tensors have two dims as long as the batch.
+    """
+
+    form: str
+    found: RowCoupling
+    why: str
+    is_wrong: bool
+    values: frozenset[ValuesOfRows]
+    is_square: bool
+
+
+def doubtful_leaves(ranks: Sequence[Seen]) -> list[int]:
+    """Return which leaves may have no rows; see [Note: tensors as long as the batch].
+
+    All ranks have the same there, and either some code does not run on fewer rows, or it is not by
+    chance that ranks have the same, and rows depend on each other.
+    """
+    same = frozenset.intersection(*(each.values for each in ranks))
+    if any(each.found.fails for each in ranks):
+        return sorted(each.index for each in same)
+    if len(ranks) == 1 or not any(each.found.regions for each in ranks):
+        return []
+    return sorted(each.index for each in same if each.is_telling)
+
+
+def less_dependent(
+    ranks: Sequence[Mapping[RowDims, RowCoupling]], known: RowCoupling | None
+) -> tuple[RowDims, RowCoupling] | None:
+    """Return the dims for which rows depend on each other least, on all ranks, and where.
+
+    None if that is nowhere less than is ``known``, where anything is.
+    """
+    best: tuple[RowDims, RowCoupling] | None = None
+    for dims in ranks[0]:
+        if not all(dims in each for each in ranks):
+            continue
+        found = joined([each[dims] for each in ranks])
+        limit = known if best is None else best[1]
+        if not found.fails and (limit is None or {*found.regions} < {*limit.regions}):
+            best = dims, found
+    return best
 
 
 def structure(tree: Any) -> str:

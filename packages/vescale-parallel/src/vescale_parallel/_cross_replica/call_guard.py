@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._model.copies import copied_without_values, plain, tensors_within
 from vescale_parallel._model.inputs import has_dims, usual_num_rows
+from vescale_parallel._model.kept_outside import filled_by, filled_error, nothing_kept_outside
 from vescale_parallel._model.random_copies import in_double, random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
@@ -20,11 +24,18 @@ from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .borders import NOWHERE, RowCoupling, joined
+from .borders import NOWHERE, RowCoupling, Seen, doubtful_leaves, joined, less_dependent
 from .check import CannotRunError, Given, UnclearRowsError, row_coupling
 from .gradients_of_parts import NoNumbersError
-from .row_counts import likely_row_counts, shapes_with_rows
-from .runs import RowCheckError, seeded
+from .row_counts import (
+    RowDims,
+    likely_row_counts,
+    other_dims,
+    second_dims,
+    shapes_with_rows,
+    values_of_rows,
+)
+from .runs import NotFewerRowsError, RowCheckError, seeded
 from .small_batches import Extremes, largest_table, some_rows, within
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.
@@ -62,6 +73,8 @@ class RowGuard:
         self._known: dict[tuple[str, int], RowCoupling] = {}
         self._trained: dict[str, RowCoupling] = {}
         self._unchecked: set[tuple[str, int]] = set()
+        self._dims: dict[tuple[str, int], RowDims] = {}
+        self._filled = set[str]()  # by blocks, in a trial
         self.latest: tuple[str, int] | None = None
         self.is_rows_first: Callable[[Any], bool] = lambda tree: False
         self.are_rows_apart: Callable[[Any], bool] = lambda tree: False
@@ -107,25 +120,25 @@ class RowGuard:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
         leaves = filter(has_dims, pytree.tree_leaves((args, kwargs)))
         known_rows = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
-        found, why, is_wrong = NOWHERE, "", False
         self._skips_numbers = self._losses_only and torch.is_grad_enabled()
-        try:
-            found = in_fresh_thread(lambda: self._check(model, given, known_rows))
-        except RowCheckError as error:
-            why, is_wrong = str(error), not isinstance(error, CannotRunError)
+        seen = in_fresh_thread(lambda: self._seen(key[0], model, given, known_rows), of=model)
         give_memory_back()
-        if not found.regions and not found.added and not torch.is_grad_enabled():
-            return found  # without a word to others: one rank may evaluate alone
-        ranks = self._exchange((key[0], found, why, is_wrong))
-        forms = {form for form, *_ in ranks}
+        elsewhere = functools.partial(self._with_other_dims, key, model, given, known_rows)
+        if not torch.is_grad_enabled() and not seen.found.regions and not seen.found.added:
+            # Without a word to others: one rank may evaluate alone.
+            return elsewhere([seen], lambda mine: [mine]) or seen.found
+        ranks: list[Seen] = self._exchange(seen)
+        forms = {each.form for each in ranks}
         if len(forms) > 1:
             raise ValueError(
                 f"expected ranks that share a batch to call the model alike, got {sorted(forms)}"
             )
-        refusals = [each for _, _, each, is_wrong in ranks if is_wrong]
+        if (found := elsewhere(ranks, self._exchange)) is not None:
+            return found
+        refusals = [each.why for each in ranks if each.is_wrong]
         if refusals:
             raise ValueError(refusals[0])
-        doubts = [each for _, _, each, _ in ranks if each]
+        doubts = [each.why for each in ranks if each.why]
         if doubts:
             self._unchecked.add(key)
             warn_at_user_line(
@@ -133,17 +146,94 @@ class RowGuard:
                 "call, which data-parallel ranks would then compute from their own rows only: "
                 f"{doubts[0]}"
             )
-        return joined([each for _, each, *_ in ranks])
+        return joined([each.found for each in ranks])
 
-    def _check(self, model: nn.Module, given: Given, known_rows: int | None) -> RowCoupling:
-        if any(_holds_rows(leaf) for leaf in pytree.tree_leaves(given)):
+    def _with_other_dims(
+        self,
+        key: tuple[str, int],
+        model: nn.Module,
+        given: Given,
+        known_rows: int | None,
+        ranks: Sequence[Seen],
+        exchange: Callable[[Any], list[Any]],
+    ) -> RowCoupling | None:
+        """Return where rows depend on each other if they are where shapes do not say.
+
+        Raises:
+            ValueError: If nothing but shapes says where they are, and two dims are as long.
+        """
+        joint = joined([each.found for each in ranks])
+        known = None if any(each.why for each in ranks) else joint
+        doubtful = doubtful_leaves(ranks)
+        is_square = ranks[0].is_square and (known is None or bool(known.regions))
+        if not doubtful and not is_square:
+            return None
+        second = second_dims(*given) if is_square else ()
+        others = other_dims(second, doubtful, len(ranks[0].values))
+        found = in_fresh_thread(lambda: self._of_dims(model, given, known_rows, others), of=model)
+        give_memory_back()
+        better = less_dependent(exchange(found), known)
+        if better is None:
+            return None
+        dims, coupling = better
+        if dims == second and known is not None and not known.fails:
+            raise ValueError(_square(known, coupling))
+        self._dims[key] = dims
+        return coupling
+
+    def row_dims(self, key: tuple[str, int]) -> RowDims:
+        """Return the dims of the rows in a form of call where shapes would mislead."""
+        return self._dims.get(key, ())
+
+    def _seen(self, form: str, model: nn.Module, given: Given, known_rows: int | None) -> Seen:
+        found, why, is_wrong = NOWHERE, "", False
+        try:
+            with nothing_kept_outside(model) as outside:
+                found = self._check(model, given, known_rows)
+                name = outside.handed_over() if self._losses_only else None
+            if name is not None:
+                raise ValueError(_handed_over(name))
+            if self._filled:
+                raise ValueError(filled_error(min(self._filled)))
+        except RowCheckError as error:
+            why, is_wrong = str(error), not isinstance(error, CannotRunError)
+            found = replace(found, fails=not is_wrong or isinstance(error, NotFewerRowsError))
+        is_square = known_rows is None and bool(second_dims(*given))
+        return Seen(form, found, why, is_wrong, values_of_rows(*given), is_square)
+
+    def _of_dims(
+        self, model: nn.Module, given: Given, known_rows: int | None, others: Iterable[RowDims]
+    ) -> dict[RowDims, RowCoupling]:
+        """Return where rows depend on each other if they are along other dims."""
+        found: dict[RowDims, RowCoupling] = {}
+        for dims in others:
+            with contextlib.suppress(RowCheckError, NoNumbersError):
+                found[dims] = self._check(model, given, known_rows, dims)
+                if not found[dims].regions:
+                    break
+        return found
+
+    def _check(
+        self,
+        model: nn.Module,
+        given: Given,
+        known_rows: int | None,
+        dims: RowDims = (),
+    ) -> RowCoupling:
+        leaves = pytree.tree_leaves(given)
+        if any(_holds_rows(leaf) for leaf in leaves):
             raise CannotRunError("an object is given that holds tensors, a cache for example")
         subject, is_scaled_down = self.subject(model)
+        elsewhere = {index for index, dim in dims if dim is None}
+        told = tuple(x for index, x in enumerate(leaves) if index not in elsewhere), {}
         found: dict[int, RowCoupling] = {}
         errors: list[CannotRunError] = []
-        for num_rows in likely_row_counts(*given) if known_rows is None else [known_rows]:
+        for num_rows in likely_row_counts(*told) if known_rows is None else [known_rows]:
             try:
-                batches = (some_rows(given, num_rows, uneven=uneven) for uneven in (True, False))
+                batches = (
+                    some_rows(given, num_rows, uneven=uneven, dims=dims)
+                    for uneven in (True, False)
+                )
                 found[num_rows] = self._coupling_of(subject, batches, is_scaled_down)
             except CannotRunError as error:
                 errors.append(error)
@@ -155,12 +245,18 @@ class RowGuard:
             raise CannotRunError("no tensor is given that has rows")
         if not found:
             raise errors[0]
-        chosen = _chosen(found, given)
-        alike = self._of_rows_alike(subject, given, chosen, is_scaled_down)
-        return _with_regions_of(found[chosen], alike)
+        chosen = _chosen(found, told)
+        alike = self._of_rows_alike(subject, given, chosen, is_scaled_down, dims)
+        both = _with_regions_of(found[chosen], alike)
+        return replace(both, fails=True) if errors and both.regions and not dims else both
 
     def _of_rows_alike(
-        self, subject: nn.Module, given: Given, num_rows: int, is_scaled_down: bool
+        self,
+        subject: nn.Module,
+        given: Given,
+        num_rows: int,
+        is_scaled_down: bool,
+        dims: RowDims,
     ) -> RowCoupling:
         """Return where rows depend on each other if no two halves share a value.
 
@@ -168,7 +264,9 @@ class RowGuard:
         """
         last = largest_table(subject) - 1
         kinds = map(Extremes, (_twice, lambda value: value.clamp(min=last), lambda value: value))
-        batches = (some_rows(given, num_rows, uneven=False, alike=kind) for kind in kinds)
+        batches = (
+            some_rows(given, num_rows, uneven=False, alike=kind, dims=dims) for kind in kinds
+        )
         try:
             return self._coupling_of(subject, batches, is_scaled_down)
         except (CannotRunError, NoNumbersError):
@@ -205,6 +303,9 @@ class RowGuard:
             )
         with seeded():
             subject = random_copy(whole if scaled is None else scaled)
+        if self._losses_only:
+            with contextlib.suppress(ValueError):  # it has no blocks
+                self._filled = filled_by(subject, pipeline_blocks(subject))
         if scaled is not None:
             return subject.train(model.training), True
         live = dict(model.named_modules())
@@ -233,6 +334,15 @@ def _with_regions_of(found: RowCoupling, other: RowCoupling) -> RowCoupling:
     return joined([found, replace(other, module_rows=module_rows, **said)])
 
 
+def _handed_over(name: str) -> str:
+    return (
+        f"forward puts what has a gradient into {name!r}, which belongs to no module: each stage "
+        "of a pipeline would have there what its own blocks put there, of each micro-batch. "
+        "Return it from the block, add it up from block to block as an argument, or use "
+        "pipeline_parallel.size 1"
+    )
+
+
 def _unclear(found: RowCoupling, length: int, other: RowCoupling, other_length: int) -> str:
     return (
         "it cannot be told which dim of a call's tensors the rows of the batch are: if the one of "
@@ -241,6 +351,15 @@ def _unclear(found: RowCoupling, length: int, other: RowCoupling, other_length: 
         "batches have rows first, or call the model with tensors that only share the rows, "
         "targets of (batch) for example, and with positions of (1, time); or use "
         "data_parallel.size 1"
+    )
+
+
+def _square(found: RowCoupling, other: RowCoupling) -> str:
+    return (
+        "it cannot be told which dim of a call's tensors the rows of the batch are, since the "
+        f"first two are as long: if the first one, they depend on each other in {_named(found)}; "
+        f"if the second one, {_named(other) or 'nowhere'}. Give parallelize the data set, whose "
+        "batches have rows first, or use data_parallel.size 1"
     )
 
 
@@ -262,7 +381,8 @@ def _chosen(found: Mapping[int, RowCoupling], given: Given) -> int:
     # (S) beside (B, S), only the run can tell.
     is_told = first not in firsts or (last in firsts and last != usual)
     if found[last].regions or not is_told:
-        raise UnclearRowsError(_unclear(found[first], first, found[last], last))
+        error = NotFewerRowsError if found[first].fails else UnclearRowsError
+        raise error(_unclear(found[first], first, found[last], last))
     return last
 
 

@@ -103,14 +103,14 @@ class _Found:
         mixed: Likewise in what they return: both dims of (batch x batch), for example.
         callers: Modules whose own code calls a module.
         names: Of what the model returns.
-        is_flat: Whether a loss of the model was one and the same number for all rows and for
-            parts of them, a hinge beyond its margin for example, which shows nothing.
+        is_flat: Whether a loss was one number for all rows and for parts of them, beyond a margin.
         written: Parameters that forward writes to, with values that every run begins with.
         read: Attributes that depend on the rows, and that the next call computes with.
         rows_read: Attributes that have something for every row, and that the next call reads.
         kept: Others that depend on the rows.
         added: Buffers that rows add to, which do not count as depending on rows.
         may_add: Buffers that were found to be such.
+        fails: Whether some code does not run on fewer rows.
     """
 
     losses_only: bool
@@ -129,6 +129,7 @@ class _Found:
     kept: set[Place] = field(default_factory=set[Place])
     added: frozenset[str] = frozenset()
     may_add: frozenset[str] = frozenset()
+    fails: bool = False
 
     def coupling(self, whole: Given, halves: Sequence[Given]) -> RowCoupling:
         """Return what was found, of a call with these rows and parts."""
@@ -142,6 +143,7 @@ class _Found:
             added=self.added,
             kept=names_of(at for at in self.kept if at[0] not in self.regions),
             rows_read=names_of(self.rows_read),
+            fails=self.fails,
         )
 
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
@@ -256,7 +258,8 @@ def _examine_inside(
             found.add(child, call, of_halves)
             continue
         examined.add(key)
-        _examine(module.get_submodule(_below(child, fqn)), child, call, of_halves, found)
+        inside = module.get_submodule(child.removeprefix(fqn).lstrip("."))
+        _examine(inside, child, call, of_halves, found)
     noticed = [each.noticed for each in script if each.noticed]
     return noticed[0] if noticed else _difference(whole, forced, found, fqn, own=True)
 
@@ -330,6 +333,7 @@ def _difference(
     outputs = whole.call.outputs
     failed = next((run.error for run in parts if run.error is not None), None)
     if failed is not None:
+        found.fails = True
         return f"with fewer rows it raises {failed}"
     if any(len(run.call.outputs) != len(outputs) for run in parts):
         return "it returns other things for fewer rows"
@@ -394,7 +398,3 @@ def _averages(whole: Tensor, found: Sequence[Any], parts: Sequence[Run]) -> bool
         return False
     known = all(run.means.is_mean(x) for x, run in zip(found, parts, strict=True))
     return known and equal(torch.stack([*found]).mean(), whole)
-
-
-def _below(fqn: str, prefix: str) -> str:
-    return fqn.removeprefix(f"{prefix}.") if prefix else fqn

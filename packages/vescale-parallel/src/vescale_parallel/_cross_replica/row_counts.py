@@ -5,16 +5,27 @@ The rule is [Note: which dim is the batch] in ``_model/inputs.py``; here is what
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_parallel._model.inputs import is_shared_by_rows, opened, usual_num_rows
 from vescale_parallel._torch_private import pytree
 
+# The dim of the rows of leaves of a call, or none, where shapes would mislead.
+RowDims = tuple[tuple[int, int | None], ...]
+
 # Numbers of rows that are tried where more than one dim may be the rows.
 _MOST_GUESSES = 3
+# Sets of tensors without rows that are tried where tensors may have none.
+_MOST_SETS = 16
+# Of a tensor, that are compared between ranks.
+_MOST_VALUES = 2**16
 
 
 def is_one_a_row(value: list[Any] | tuple[Any, ...], num_rows: int) -> bool:
@@ -67,3 +78,69 @@ def likely_row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[in
     likely = [c for c, n in zip(counts, shared, strict=True) if n == shared[0]][:_MOST_GUESSES]
     usual = usual_num_rows((args, kwargs))
     return likely if usual is None or usual in likely else [*likely, usual]
+
+
+def other_dims(second: RowDims, doubtful: Sequence[int], num_leaves: int) -> Iterator[RowDims]:
+    """Yield where else the rows of a call may be, few leaves and the last ones first.
+
+    [Note: tensors as long as the batch] Class weights, a mask of (time x time), a table of
+    positions, prototypes: where they are as long as the batch has rows, shapes take them for rows.
+    A run tells: the model does not run on fewer of their "rows". So where it does not, or where
+    rows seem to depend on each other, it is run without taking them for rows. Whether they are
+    the same on all data-parallel ranks, as what has no rows has to be, ranks tell each other. Of
+    (time x batch x features) with as many steps as rows the second dim is tried.
+    """
+    if second:
+        yield second
+    backwards = sorted(doubtful, reverse=True)
+    # Most of what is as long as the batch has rows, and what is not used tells nothing.
+    sizes = range(1, num_leaves // 2 + 1)
+    sets = (each for size in sizes for each in itertools.combinations(backwards, size))
+    for each in itertools.islice(sets, _MOST_SETS):
+        yield tuple((index, None) for index in each)
+
+
+def second_dims(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RowDims:
+    """Return the second dim of tensors whose first two are both as long as the batch."""
+    counts = likely_row_counts(args, kwargs)
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    return tuple(
+        (index, 1)
+        for index, x in enumerate(leaves)
+        if isinstance(x, Tensor)
+        # (batch x features) has no steps.
+        and x.dim() > (2 if x.is_floating_point() else 1)
+        and x.shape[0] == x.shape[1]
+        and x.shape[0] in counts
+    )
+
+
+@dataclass(frozen=True)
+class ValuesOfRows:
+    """The values of a tensor that is taken for rows.
+
+    Attributes:
+        index: Of the leaf.
+        is_telling: Whether it is not by chance if ranks have the same, as few labels are.
+        digest: Of the first values.
+    """
+
+    index: int
+    is_telling: bool
+    digest: bytes
+
+
+def values_of_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[ValuesOfRows]:
+    """Return the values of what is as long as one of the numbers of rows to try."""
+    counts = likely_row_counts(args, kwargs)
+    found: set[ValuesOfRows] = set()
+    for index, x in enumerate(pytree.tree_leaves((tuple(args), dict(kwargs)))):
+        if not isinstance(x, Tensor) or x.layout is not torch.strided:
+            continue
+        if x.device.type == "meta" or not any(count in x.shape for count in counts):
+            continue
+        values = x.detach().flatten()[:_MOST_VALUES].cpu()
+        is_telling = x.is_floating_point() and bool((values != values[:1]).any())
+        whole = repr(tuple(x.shape)).encode() + values.view(torch.uint8).numpy().tobytes()
+        found.add(ValuesOfRows(index, is_telling, hashlib.sha256(whole).digest()))
+    return frozenset(found)

@@ -90,6 +90,10 @@ class RowCheckError(ValueError):
     """It is not known where rows of a batch depend on each other."""
 
 
+class NotFewerRowsError(RowCheckError):
+    """More than one dim may be the rows, and the model does not run on fewer along one of them."""
+
+
 class OtherCallsError(Exception):
     """With fewer rows a module calls other modules."""
 

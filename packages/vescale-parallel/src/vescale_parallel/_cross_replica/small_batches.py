@@ -23,7 +23,7 @@ from vescale_parallel._torch_private import pytree
 
 from .check import Given
 from .parts import NUM_ROWS
-from .row_counts import is_one_a_row, row_dim, shapes_with_rows
+from .row_counts import RowDims, is_one_a_row, row_dim, shapes_with_rows
 
 
 def within(model: nn.Module) -> Any:
@@ -70,13 +70,19 @@ class Extremes:
 
 
 def some_rows(
-    given: Given, num_rows: int, *, uneven: bool, alike: Extremes | None = None
+    given: Given,
+    num_rows: int,
+    *,
+    uneven: bool,
+    alike: Extremes | None = None,
+    dims: RowDims = (),
 ) -> list[Given]:
     """Return small batches: one of as many rows as a check takes, and both halves of it.
 
     ``uneven`` has masks keep another number of positions of every row: whoever counts them must
     not be taken for somebody who does not. ``alike`` has all integers of the first half of the
-    rows be alike, and those of the second.
+    rows be alike, and those of the second. ``dims`` says where the rows are in leaves where shapes
+    would mislead; see [Note: tensors as long as the batch].
 
     Raises:
         ValueError: If there are no rows.
@@ -90,18 +96,29 @@ def some_rows(
         )
     half = NUM_ROWS // 2
     kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
-    return [_some_rows(given, num_rows, rows, uneven=uneven, alike=alike) for rows in kept]
+    leaves = pytree.tree_leaves(given)
+    told = {id(leaves[index]): dim for index, dim in dims}
+    return [_some_rows(given, num_rows, rows, told, uneven=uneven, alike=alike) for rows in kept]
 
 
 def _some_rows(
-    given: Given, num_rows: int, rows: slice, *, uneven: bool, alike: Extremes | None
+    given: Given,
+    num_rows: int,
+    rows: slice,
+    told: Mapping[int, int | None],
+    *,
+    uneven: bool,
+    alike: Extremes | None,
 ) -> Given:
     generator = torch.Generator().manual_seed(0)
-    length, shapes = common_length(given, num_rows), shapes_with_rows(*given)
+    # What has no rows may have to fit the length of what has.
+    length = None if told else common_length(given, num_rows)
+    shapes = shapes_with_rows(*given)
 
     def some(value: Any) -> Any:
         if isinstance(value, Tensor):
-            dim, real = row_dim(value, num_rows), in_double(value)
+            dim = told.get(id(value), row_dim(value, num_rows))
+            real = in_double(value)
             if dim is None or is_shared_by_rows(value.shape, shapes):
                 return real
             grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)

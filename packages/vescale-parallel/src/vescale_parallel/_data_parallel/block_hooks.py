@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,18 @@ from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._parameters.asked_in_backward import refusing_parameters
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._torch_private import backward_pass, is_in_backward, pytree, untraced
+
+# Of blocks, what gets them ready to run again in backward.
+_READY: MutableMapping[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+
+
+def ready_to_run_again(module: nn.Module) -> None:
+    """Have a block be ready to compute anew what backward needs of it, as recomputation does.
+
+    That is before backward has come to what the block returned, where something else came of what
+    it computed: a loss that it put into a list, made of its output.
+    """
+    _READY.get(module, lambda: None)()
 
 
 class AfterForward(Protocol):
@@ -47,14 +60,18 @@ def on_block(
         num_backwards: Tells backward passes apart.
         frees: Whether backward cannot come to the block without ``before_backward``.
     """
+    given: list[dict[int, tuple[Tensor, Any]]] = []  # of calls that run
 
-    def before(_: nn.Module, args: Any) -> None:
+    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = pytree.tree_leaves((args, kwargs))
+        given.append({id(x): (x, x.grad_fn) for x in leaves if isinstance(x, Tensor)})
         before_forward()
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
+        was_given = given.pop()
         if runs_again():
             return None
-        differentiable = _differentiable_in(output)
+        differentiable = [x for x in _differentiable_in(output) if not _is_as_given(x, was_given)]
         after_forward(has_backward=bool(differentiable))
         entered: set[tuple[int, int]] = set()
 
@@ -72,8 +89,13 @@ def on_block(
         # A program's own backward may ask for gradients of what it computes there.
         return refusing_parameters(output, params) if is_in_backward() else None
 
+    def ready() -> None:
+        if is_in_backward() and not runs_again():
+            before_backward()
+
+    _READY[module] = ready
     # A block that the user compiles is compiled with its hooks around it.
-    module.register_forward_pre_hook(untraced(before), prepend=True)
+    module.register_forward_pre_hook(untraced(before), prepend=True, with_kwargs=True)
     # Also when forward raises: the model must not be left with freed parameters.
     module.register_forward_hook(untraced(after), always_call=True)
     if frees:
@@ -95,6 +117,15 @@ def _refuse_nothing(module: nn.Module, args: Any, output: Any) -> None:
             "gathered when backward comes to what it returns. Return what it has computed, "
             "instead of writing it into its arguments"
         )
+
+
+def _is_as_given(x: Tensor, given: Mapping[int, tuple[Tensor, Any]]) -> bool:
+    """Whether a block returns what it was given, and has not written to it.
+
+    Backward comes to whoever made it then, a block before perhaps, and not to this one, which
+    was dropped (stochastic depth), or hands it on.
+    """
+    return id(x) in given and given[id(x)][1] is x.grad_fn
 
 
 def _differentiable_in(output: Any) -> list[Tensor]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vescale_parallel._model.code import names_of_code
 from vescale_parallel._model.copies import tensors_in_attributes
-from vescale_parallel._model.names_of_code import names_of_code
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import (
     generator_state,

@@ -14,6 +14,7 @@ from vescale_dtensor import package_logger
 from vescale_parallel._model.blocks import numel_of, pipeline_blocks
 from vescale_parallel._model.copies import copied_without_hooks
 from vescale_parallel._model.inputs import bind, opened
+from vescale_parallel._model.kept_outside import nothing_kept_outside
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._trace.generators import untouched_generators
@@ -265,7 +266,7 @@ def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
         stage_model(copied, StageMap((), [0], dict.fromkeys(outside, 0)), staging, None)
         args, kwargs = bind(copied, opened(batch))
         staging.run = StageRun.counting(0, places)
-        with torch.no_grad(), untouched_generators():
+        with torch.no_grad(), untouched_generators(), nothing_kept_outside(model):
             copied(*args, **kwargs)
     # Whatever a model's own code does when it runs where it was not made for. Where a module is
     # on another stage than is right, its call there is refused by name.

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.inputs import refuse_shut_output
+from vescale_parallel._model.kept_outside import filled_error
 from vescale_parallel._torch_private import is_in_backward, pytree
 
 from .cuts.forms import form_of
@@ -121,8 +122,10 @@ class StagedModule(nn.Module):
             Placeholder.usable = False
         run.blocks_called, role.has_run = index + 1, True
         _refuse_placeholders(role, args, kwargs)
-        call = super().__call__
-        return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
+        call, before = super().__call__, {*map(id, pytree.tree_leaves((args, kwargs)))}
+        output = run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
+        _refuse_filled(role.fqn, before, pytree.tree_leaves((args, kwargs)))
+        return output
 
     def _call_outside(
         self, role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -138,6 +141,13 @@ class StagedModule(nn.Module):
             "places be seen: give generate_plan an example_batch, or parallelize a dataset, whose "
             "batches can be run on the processor"
         )
+
+
+def _refuse_filled(fqn: str, before: Collection[int], leaves: Sequence[Any]) -> None:
+    """Refuse a block that puts what it computes into a list or a dict that it is given."""
+    new = (x for x in leaves if id(x) not in before)
+    if any(isinstance(x, Tensor) and x.requires_grad for x in new):
+        raise ValueError(filled_error(fqn))
 
 
 def stage_model(

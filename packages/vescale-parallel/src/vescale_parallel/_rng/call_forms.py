@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._cross_replica.row_counts import RowDims
 from vescale_parallel._cross_replica.runs import RowCheckError
 from vescale_parallel._cross_replica.small_batches import some_rows, within
 from vescale_parallel._model.copies import deep_copied, plain
@@ -90,7 +91,7 @@ class DrawForms:
         # Whoever looked where rows depend on each other has just told the form.
         key = self._guard.latest or self._guard.key(model, args, kwargs)
         if key not in self._known:
-            found = self._find(model, args, kwargs, num_rows)
+            found = self._find(model, args, kwargs, num_rows, self._guard.row_dims(key))
             scopes = None if found is None else scopes_of(found) | scopes_apart(found, model)
             self._known[key] = KnownDraws(scopes=scopes, otherwise=lambda: self._scopes_of_example)
         return self._known[key]
@@ -100,22 +101,29 @@ class DrawForms:
         whole = self._guard.whole
         found = None
         if whole is not None:
-            found = in_fresh_thread(lambda: cuts_of_example(whole, self._example, self._sharding))
+            found = in_fresh_thread(
+                lambda: cuts_of_example(whole, self._example, self._sharding), of=whole
+            )
         return scopes_of(found) if found else self._unknown
 
     def _find(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], num_rows: int
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        num_rows: int,
+        dims: RowDims,
     ) -> Cuts | None:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
         found: Cuts | None = None
         with contextlib.suppress(RowCheckError, DryRunError, ObservationError):
-            found = in_fresh_thread(lambda: self._cuts(model, given, num_rows))
+            found = in_fresh_thread(lambda: self._cuts(model, given, num_rows, dims), of=model)
         if found is not None and not found and not torch.is_grad_enabled():
             return found  # without a word to others: one rank may evaluate alone
         return _agreed(self._exchange(found))
 
-    def _cuts(self, model: nn.Module, given: Given, num_rows: int) -> Cuts:
-        once, twice, others = _batches(given, num_rows)
+    def _cuts(self, model: nn.Module, given: Given, num_rows: int, dims: RowDims) -> Cuts:
+        once, twice, others = _batches(given, num_rows, dims)
         if not self._has_parts:
             twice = others = once  # where the rows are does not matter
         noted = self._noted(model, once, twice, others)
@@ -196,9 +204,9 @@ def _agreed(ranks: Sequence[Cuts | None]) -> Cuts | None:
     }
 
 
-def _batches(given: Given, num_rows: int) -> tuple[Given, Given, Given]:
+def _batches(given: Given, num_rows: int, dims: RowDims) -> tuple[Given, Given, Given]:
     """Return a batch of a few rows, one of all of them twice, and one of them and others."""
-    whole, half, _ = some_rows(given, num_rows, uneven=False)
+    whole, half, _ = some_rows(given, num_rows, uneven=False, dims=dims)
     pairs = zip(pytree.tree_leaves(whole), pytree.tree_leaves(half), strict=False)
     if not any(isinstance(w, Tensor) and w.shape != h.shape for w, h in pairs):
         raise RowCheckError("no tensor is given that has rows")

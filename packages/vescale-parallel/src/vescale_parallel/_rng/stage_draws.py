@@ -238,7 +238,7 @@ class StageDraws:
                 return draws_of_forward(whole, given, self._stages_of, self._dtype)
 
         try:
-            return _Found(in_fresh_thread(find))
+            return _Found(in_fresh_thread(find, of=whole))
         except UnknownDrawsError as error:
             return _Found(None, str(error))
 

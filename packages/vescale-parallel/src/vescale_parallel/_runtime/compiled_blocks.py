@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from vescale_parallel._model.own_code import with_own_code
+from vescale_parallel._model.code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._pipeline.cuts.derived import NamesDerived
 from vescale_parallel._pipeline.execution.split_backward import HookedNodes

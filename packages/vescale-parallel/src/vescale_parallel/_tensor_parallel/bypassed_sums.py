@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vescale_parallel._model.names_of_code import names_of_class
+from vescale_parallel._model.code import names_of_class
 
 
 def refuse_bypass(

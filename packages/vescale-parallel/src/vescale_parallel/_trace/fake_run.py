@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from vescale_parallel._model.copies import drop_hooks
+from vescale_parallel._model.kept_outside import nothing_kept_outside
 from vescale_parallel._torch_private import FakeTensorMode, TorchDispatchMode, pytree
 
 from .fake_tensors import (
@@ -116,7 +117,11 @@ class FakeRun:
         handles = list(self._register(listeners))
         try:
             # Real integer operators may draw; the states also cover dropout's checks.
-            with untouched_generators(), _Mode(self, listeners):
+            with (
+                nothing_kept_outside(self.model),
+                untouched_generators(),
+                _Mode(self, listeners),
+            ):
                 return self.model(*args, **kwargs)
         # Arbitrary user code: whatever it raises means that it cannot run on shapes alone.
         except Exception as error:

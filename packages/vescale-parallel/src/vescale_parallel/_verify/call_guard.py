@@ -75,8 +75,9 @@ class CallGuard:
         """Return why there is no proof; raise if the plan is wrong."""
         given = pytree.tree_map_only(Tensor, plain, self._forms.batch(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(given))
+        assert self._whole is not None
         try:
-            return in_fresh_thread(lambda: self._check(small))
+            return in_fresh_thread(lambda: self._check(small), of=self._whole)
         except Contradiction as error:
             raise ValueError(
                 f"the sharding plan was made for other calls, and is wrong for those with "

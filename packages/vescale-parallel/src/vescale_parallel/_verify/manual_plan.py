@@ -37,7 +37,7 @@ def checked_plan(
     if batch is not None:
         try:
             small = small_example(batch)
-            result = in_fresh_thread(lambda: check_plan(DryRuns(model, small), sharding))
+            result = in_fresh_thread(lambda: check_plan(DryRuns(model, small), sharding), of=model)
         except Contradiction as error:
             raise ValueError(
                 "tensor_parallel.sharding_plan changes what "

@@ -37,7 +37,7 @@ def checked_alone(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             sharding = shard(texts_of(plan), module, size)
-            result = in_fresh_thread(lambda: _check(module, batch, sharding))
+            result = in_fresh_thread(lambda: _check(module, batch, sharding), of=module)
     # Arbitrary user code: whatever it raises only means that this plan is not proven.
     except Exception:
         return None

@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from torch import nn
+
+from vescale_parallel._model.kept_outside import nothing_kept_outside
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._trace.generators import set_generators, states_of_generators
 
@@ -97,7 +100,10 @@ def run_in_threads(
     return results
 
 
-def in_fresh_thread(run: Callable[[], T]) -> T:
-    """Run something without the modes of this thread: autocast, inference, counters, devices."""
-    with ThreadPoolExecutor(1) as pool:
+def in_fresh_thread(run: Callable[[], T], of: nn.Module) -> T:
+    """Try a model without the modes of this thread: autocast, inference, counters, devices.
+
+    What its code keeps outside of it is as before afterwards.
+    """
+    with nothing_kept_outside(of), ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()

@@ -91,7 +91,9 @@ class ContextGuard:
             named = pytree.tree_map_only(Tensor, plain, self._forms.named(args, kwargs))
             small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
             try:
-                self._known[form] = in_fresh_thread(lambda: self._prove(small, training=training))
+                self._known[form] = in_fresh_thread(
+                    lambda: self._prove(small, training=training), of=self._whole or nn.Module()
+                )
             except ShortSequenceError:
                 return Slicing()  # it runs whole, and says nothing of longer ones
             except NotSlicedError as error:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
+from vescale_parallel._model.kept_outside import nothing_kept_outside
 from vescale_parallel._torch_private import TorchDispatchMode, pytree
 from vescale_parallel._trace.generators import untouched_generators
 
@@ -55,7 +56,7 @@ def outline_of(
         ValueError: If it runs on neither.
     """
     given = args, dict(kwargs)
-    with without_global_hooks():
+    with without_global_hooks(), nothing_kept_outside(skeleton):
         return _found(skeleton, fqn, given)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from vescale_parallel._data_parallel.block_hooks import ready_to_run_again
 from vescale_parallel._loss.token_mean import means_as_now
 from vescale_parallel._model.attributes import Attributes
 from vescale_parallel._model.buffers import Buffers, BuffersBefore
@@ -68,10 +69,11 @@ def recompute(
     ``contexts`` make those in which forward alone runs, first and again.
     """
     kept = Buffers(block, fqn), Attributes(block, fqn)
-    block.forward = functools.partial(_run, block.forward, *kept, as_now, contexts)
+    block.forward = functools.partial(_run, block, block.forward, *kept, as_now, contexts)
 
 
 def _run(
+    block: nn.Module,
     forward: Callable[..., Any],
     buffers: Buffers,
     attributes: Attributes,
@@ -99,6 +101,7 @@ def _run(
             _learn(buffers, form, held)
             attributes.learn(attributes_before.written)
             return output
+        ready_to_run_again(block)
         args, kwargs = snapshot(before)
         back = held.back(), attributes_before.back(attributes)
         with ran[0](), means(), back[0], back[1], draws.again(), second:

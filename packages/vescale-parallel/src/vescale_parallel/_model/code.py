@@ -1,9 +1,11 @@
-"""Names of attributes and globals that code refers to."""
+"""Code of functions: the names that it refers to, and copies that compilers tell apart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
+from typing import Any, cast
 
 from torch import nn
 
@@ -34,3 +36,21 @@ def _names_of_function(function: FunctionType) -> Iterator[str]:
     if isinstance(wrapped, FunctionType):
         yield from _names_of_function(wrapped)
     yield from names_of_code(function.__code__)
+
+
+def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does the same and shares its code object with no other one.
+
+    torch.compile counts programs by code object. What wraps every module of a model has one, and
+    after ``torch._dynamo.config.recompile_limit`` modules the others would not be compiled.
+    """
+    plain = cast("FunctionType", function)
+    own = FunctionType(
+        plain.__code__.replace(),
+        plain.__globals__,
+        plain.__name__,
+        plain.__defaults__,
+        plain.__closure__,
+    )
+    own.__kwdefaults__ = plain.__kwdefaults__
+    return functools.update_wrapper(own, getattr(plain, "__wrapped__", plain))

@@ -1,0 +1,47 @@
+"""What layers keep outside of the model is one device's, or refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from vescale_testing import World
+
+from . import habits_of_side_effects as habits
+from .plans import DP, ZERO, Constraints
+from .programs import DATA, PIPELINE, TENSOR, Program, both, right
+from .test_bad_input import check
+
+PLANS: dict[str, Constraints] = {
+    **DATA,
+    "tp": TENSOR,
+    "zero3-recompute": {DP: 2, ZERO: 3, "recompute": "full"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3", "zero3-recompute", "tp"])
+def test_losses_in_a_global_list_are_those_of_the_call(world2: World, plan: str) -> None:
+    right(world2, habits.added_by_the_loop, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "program", [habits.added_beside_a_norm, habits.added_in_forward, habits.counted, habits.filled]
+)
+def test_trial_runs_leave_nothing_behind(world2: World, program: Program) -> None:
+    right(world2, program, PLANS["zero2"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (habits.added_by_the_loop, "into 'BALANCING', which belongs to no module"),
+        (habits.added_in_forward, "into 'BALANCING', which belongs to no module"),
+        (habits.filled, "'blocks.0' puts tensors into a list or a dict that it is given"),
+    ],
+)
+def test_a_pipeline_refuses_what_blocks_hand_over_outside_of_what_they_return(
+    world2: World, program: Program, message: str
+) -> None:
+    check(world2, ValueError, message, both, program, PIPELINE)
