@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 import vescale_deferred
 from vescale._parallelize import parallelize
 from vescale._torch_private import pytree
-from vescale_parallel import ParallelPlan, with_constraints
+from vescale_parallel import ParallelPlan, compile_report, with_constraints
 
 from .record import Record, full, full_state, recorded_activations
 
@@ -118,11 +119,13 @@ def shard_after_shard(
     copies = num_data_ranks(plan)
     if plan.data_parallel.zero_stage:
         copies //= plan.axes["dp_shard"]
+    compiled = _compiled_blocks(model, plan)
     _seed(program, record)
     for whole_batch in program.batches:
         batch = program.on_device(whole_batch)
         means = _counted_means(program, plan, model, batch)
-        with recorded_activations(model, record):
+        blocks = [model.get_submodule(name) for name in compiled]
+        with recorded_activations(model, record, compiled), means.left_in(blocks):
             loss, reduced = _gradients_of_ranks(program, plan, model, batch, means)
         model.zero_grad()
         for of_ranks in reduced:
@@ -187,6 +190,25 @@ def in_chunks(program: Program, plan: ParallelPlan) -> Record:
     return shard_after_shard(program, plan, model=model)
 
 
+def in_compiled_blocks(program: Program, plan: ParallelPlan) -> Record:
+    """Train as one rank whose blocks a plan compiles, shard after shard.
+
+    A compiler adds up in the order of its graphs, where blocks share what they read, too. Call
+    it as the one rank of a world.
+    """
+    alone = ParallelPlan(compile=plan.compile, compile_backend=plan.compile_backend)
+    alone, examples = _fed(program, alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says what comes out otherwise
+        model, _ = parallelize(alone, program.build(), dataset=examples)
+        return shard_after_shard(program, plan, model=model)
+
+
+def _compiled_blocks(model: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
+    """Return names of the blocks that a plan compiles on this rank."""
+    return () if plan.compile == "none" else tuple(compile_report(model))
+
+
 def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
     """Train under a plan, as one of its ranks."""
     record = Record()
@@ -199,7 +221,7 @@ def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
         record.initial = full_state(_state(model))
         batches = [*loader]
         _seed(program, record)
-        with recorded_activations(model, record):
+        with recorded_activations(model, record, _compiled_blocks(model, plan)):
             for batch in batches:
                 loss = program.loss_of(model, program.on_device(batch))
                 loss.backward()
@@ -345,6 +367,26 @@ class _GlobalMeans(TorchFunctionMode):
             self._count += int((args[1] != kwargs.get("ignore_index", -100)).sum())
         summed = func(*args, **{**kwargs, "reduction": "sum"})
         return summed * self._num_parts / torch.tensor(self._count, dtype=summed.dtype)
+
+    @contextmanager
+    def left_in(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+        """Leave the mode while these run, which run as they are written where a mode looks on."""
+        handles: list[Any] = []
+
+        def leave(block: nn.Module, args: Any) -> None:
+            self.__exit__(None, None, None)
+
+        def come_back(block: nn.Module, args: Any, output: Any) -> None:
+            self.__enter__()
+
+        for block in blocks:  # within what the model's own engine does around them
+            handles.append(block.register_forward_pre_hook(leave))
+            handles.append(block.register_forward_hook(come_back, prepend=True, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def _mean_in_order(grads: Sequence[Tensor | None], copies: int) -> Tensor | None:
