@@ -124,7 +124,9 @@ def shard_after_shard(
     for whole_batch in program.batches:
         batch = program.on_device(whole_batch)
         means = _counted_means(program, plan, model, batch)
-        blocks = [model.get_submodule(name) for name in compiled]
+        # A pipeline looks at its first call, whose blocks run as they are written.
+        is_looked_at = plan.pipeline_parallel.size > 1 and not record.losses
+        blocks = [model.get_submodule(name) for name in compiled if not is_looked_at]
         with recorded_activations(model, record, compiled), means.left_in(blocks):
             loss, reduced = _gradients_of_ranks(program, plan, model, batch, means)
         model.zero_grad()
