@@ -220,12 +220,13 @@ def _change(
         plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
     expert_draws = ExpertDraws()
-    lists = dispatch(model, experts, mesh, expert_draws)
+    is_compiled = plan.compile != "none"
+    lists = dispatch(model, experts, mesh, expert_draws, compiled=is_compiled)
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
     sliced, context = _slice_blocks(plan, model, mesh, sequence, staging)
     rows = _batch_rows(plan, mesh, row_guard, lift, sliced, experts, lists)
-    if plan.compile == "blocks":
+    if is_compiled:
         compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in, boundary)
     rng = expert_draws.of_model = _add_draws(plan, model, mesh, boundary, forms, sliced)
     for param in params:

@@ -1,4 +1,4 @@
-"""Functions that torch's compiler tells apart, although they were written once."""
+"""Functions that torch's compiler tells apart, although they were written once, or leaves out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, cast
+
+import torch
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,3 +26,13 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     own.__kwdefaults__ = plain.__kwdefaults__
     return functools.update_wrapper(own, getattr(plain, "__wrapped__", plain))
+
+
+def left_out(function: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """Return a function that runs as it is written in what torch compiles: graphs break there.
+
+    Args:
+        function: Is not traced, nor is what it calls.
+        why: What is said of the break.
+    """
+    return cast("Any", torch.compiler).disable(function, reason=why)

@@ -34,7 +34,7 @@ from vescale_dtensor.random import RandomOperator
 from vescale_parallel._cross_replica.context.blocks import SlicedBlocks
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.inputs import usual_rows_dim
-from vescale_parallel._model.own_code import with_own_code
+from vescale_parallel._model.own_code import left_out, with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import is_in_backward, pytree
 from vescale_parallel._trace.generators import GeneratorStates, generator_state
@@ -187,7 +187,7 @@ class ShardedRng:
         sliced = self._sliced
         if compiled:
             why = "random numbers are drawn in part, as one device draws them"
-            drawing = cast("Any", torch.compiler).disable(draw, reason=why)
+            drawing = left_out(draw, why)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
