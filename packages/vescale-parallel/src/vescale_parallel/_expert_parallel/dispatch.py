@@ -32,7 +32,6 @@ from .experts import Experts, bound, call_some, combined, refuse_whole_batch, so
 from .found import FoundExperts
 from .load import Counted, Load
 
-
 # How many rows are sent is known from values, for which a graph would break again and again.
 _LEFT_OUT = "tokens are sent to experts of other ranks"
 

@@ -53,12 +53,6 @@ def _check_compile(plan: ParallelPlan) -> None:
     """Refuse to compile blocks whose forward does what a compiler does not see."""
     if plan.compile == "none":
         return
-    size = plan.context_parallel.size
-    if size > 1:
-        raise ValueError(
-            f"compile 'blocks' is not available with context_parallel.size {size} in this "
-            "version, under which blocks send activations; leave compile out of the plan"
-        )
     overlap = plan.tensor_parallel.overlap
     if overlap > 1:
         raise ValueError(

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from vescale_parallel._cross_replica.context.intercept import AttentionMode
 from vescale_parallel._model.own_code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._pipeline.cuts.derived import NamesDerived
@@ -166,6 +167,8 @@ class _CompiledForward:
             self._run_eager_as("its own forward draws random numbers")
         elif mode is None and self._is_coupled(self._fqn):
             self._run_eager_as("rows of the batch depend on each other in it")
+        elif mode is None and any(isinstance(each, AttentionMode) for each in function_modes()):
+            self._run_eager_as("its own forward attends to what other ranks have of the sequence")
         elif mode is None:
             return not all(isinstance(each, _PASSED_BY) for each in function_modes())
         return True
