@@ -147,7 +147,7 @@ def test_a_sequence_that_is_too_short_to_be_shared_may_come_first(world2: World)
 
 
 def trained_with_a_warning(plan: Constraints) -> tuple[dict[str, Tensor], list[str]]:
-    message = "'blocks.' runs as it is written .* its own forward attends to what other ranks"
+    message = "'blocks..' runs as it is written .* its own forward attends to what other ranks"
     with pytest.warns(UserWarning, match=message):
         found, report = trained("by_hand", {**plan, **COMPILED}, LENGTHS)
     return found, [block.eager for block in report.values()]

@@ -387,6 +387,9 @@ class _Drawing(DrawMode):
         return self._rng.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
 
 
-def draws_in_part(mode: object) -> bool:
-    """Whether a dispatch mode has a module draw this rank's part of random numbers."""
-    return isinstance(mode, _Drawing)
+def draws_in_part(mode: object) -> str:
+    """Return why a dispatch mode has a module draw this rank's part, "" if it does not."""
+    if not isinstance(mode, _Drawing):
+        return ""
+    is_known = mode._scope.cuts or mode._scope.parts
+    return "its own forward draws random numbers" if is_known else "what it draws is not foreseen"

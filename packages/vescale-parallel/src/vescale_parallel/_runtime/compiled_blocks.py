@@ -163,8 +163,8 @@ class _CompiledForward:
         if self._boundary is not None and self._boundary.listener is not None:
             return True
         mode = current_dispatch_mode()
-        if draws_in_part(mode):
-            self._run_eager_as("its own forward draws random numbers")
+        if why := draws_in_part(mode):
+            self._run_eager_as(why)
         elif mode is None and self._is_coupled(self._fqn):
             self._run_eager_as("rows of the batch depend on each other in it")
         elif mode is None and any(isinstance(each, AttentionMode) for each in function_modes()):
