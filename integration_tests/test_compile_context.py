@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import warnings
 from typing import Any
@@ -179,3 +180,39 @@ def test_so_they_are_with_other_dimensions(world4: World, kind: str, plan: str) 
 @pytest.mark.nightly
 def test_ranks_of_a_sequence_share_experts(world2: World) -> None:
     check(world2, "qwen3_moe", {CP: 2, EP: 2})
+
+
+def compiled_by_itself(plan: Constraints, *, before: bool) -> dict[str, Tensor]:
+    """Return losses of a program that compiles the blocks itself, before or after."""
+    model: Any = model_of("net")
+    blocks = [*model.blocks]
+    for block in blocks if before else ():
+        block.compile(backend="aot_eager")
+    model = vescale.parallelize(make_plan(plan), model)
+    for block in () if before else blocks:
+        block.compile(backend="aot_eager")
+    found = dict[str, Tensor]()
+    for step, length in enumerate(LENGTHS):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of what it does not follow
+            loss = model(**rows_of(model, batch_of(step, length, "")))
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+    named: Any = model.named_parameters()
+    return found | {n: whole(p.grad).clone() for n, p in named if p.grad is not None}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("plan", PLANS)
+def test_programs_may_compile_blocks_on_slices_themselves(
+    world2: World, plan: str, before: bool
+) -> None:
+    model = model_of("net")
+    for step, length in enumerate(LENGTHS):
+        model(**batch_of(step, length, "")).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    run = functools.partial(compiled_by_itself, PLANS[plan], before=before)
+    for found in world2.run(run):
+        for name, grad in expected.items():
+            torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12, msg=name)

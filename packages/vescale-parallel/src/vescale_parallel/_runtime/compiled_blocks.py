@@ -6,7 +6,8 @@ the borders of a pipeline's stages, the run again in backward. So a compiled pro
 plain parameters and its arguments as inputs, and knows of no plan.
 
 A block runs as it is written where operators have to be seen one by one: in calls in which rows
-depend on each other in it, or its own forward draws random numbers. A module within it that draws
+depend on each other in it, or its own forward draws random numbers, or attends to a sequence that
+ranks share. A module within it that draws, attends so, or sends tokens to experts of other ranks
 runs so alone, and the graph breaks there.
 
 Every block has code of its own to compile, since the guards of a compiled program name one block,
