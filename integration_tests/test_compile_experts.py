@@ -53,7 +53,7 @@ def trained(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", GatherWarning)  # of what counts tokens
             # Under tensor parallelism the first call of a form looks at what experts draw.
-            warnings.filterwarnings("ignore", "compile 'blocks': .* what it draws is not foreseen")
+            warnings.filterwarnings("ignore", ".* what it draws is not predicted")
             made = model(**batch)
         loss = made if isinstance(made, Tensor) else made.loss
         loss.backward()

@@ -219,15 +219,12 @@ def _change(
     params = shard_parameters(
         plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
-    expert_draws = ExpertDraws()
-    is_compiled = plan.compile != "none"
-    lists = dispatch(model, experts, mesh, expert_draws, compiled=is_compiled)
+    expert_draws, backend = ExpertDraws(), plan.compile_backend
+    lists = dispatch(model, experts, mesh, expert_draws, compiled=plan.compile != "none")
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
-    if is_compiled:
-        compile_blocks(
-            model, run_here, plan.compile_backend, lambda fqn: rows.are_coupled_in(fqn), boundary
-        )
+    if plan.compile == "blocks":
+        compile_blocks(model, run_here, backend, lambda fqn: rows.are_coupled_in(fqn), boundary)
     sliced, context = _slice_blocks(plan, model, mesh, sequence, staging)
     rows = _batch_rows(plan, mesh, row_guard, lift, sliced, experts, lists)
     rng = expert_draws.of_model = _add_draws(plan, model, mesh, boundary, forms, sliced)

@@ -392,4 +392,4 @@ def draws_in_part(mode: object) -> str:
     if not isinstance(mode, _Drawing):
         return ""
     is_known = mode._scope.cuts or mode._scope.parts
-    return "its own forward draws random numbers" if is_known else "what it draws is not foreseen"
+    return "its own forward draws random numbers" if is_known else "what it draws is not predicted"
