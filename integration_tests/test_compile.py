@@ -18,7 +18,7 @@ from vescale_parallel import CompiledBlock, ParallelPlan, compile_report
 from vescale_testing import World
 
 from .families import ROWS as FAMILY_ROWS, make
-from .plans import COPIES, DP, EP, PARTS, PP, SCHEDULE, VIRTUAL, ZERO, Constraints, make_plan
+from .plans import COPIES, DP, PARTS, PP, SCHEDULE, VIRTUAL, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 from .training import Recipe, Record, compile_in_place, train, whole
 
@@ -453,7 +453,6 @@ def start(constraints: Constraints) -> None:
 REFUSED: dict[str, tuple[Constraints, str]] = {
     "whole": ({DP: 2, "compile": "model"}, "expected compile to be 'none' or 'blocks', .*'model'"),
     "true": ({DP: 2, "compile": True}, "expected compile to be 'none' or 'blocks', got True"),
-    "experts": ({**PLAN, EP: 2}, "not available with expert_parallel.size 2"),
     "backend": ({**PLAN, "compile_backend": "gcc"}, "expected compile_backend .* got 'gcc'"),
 }
 

@@ -219,14 +219,14 @@ def _change(
     params = shard_parameters(
         plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
-    expert_draws = ExpertDraws()
-    lists = dispatch(model, experts, mesh, expert_draws)
+    expert_draws, backend = ExpertDraws(), plan.compile_backend
+    lists = dispatch(model, experts, mesh, expert_draws, compiled=plan.compile != "none")
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
+    if plan.compile == "blocks":
+        compile_blocks(model, run_here, backend, lambda fqn: rows.are_coupled_in(fqn), boundary)
     sliced, context = _slice_blocks(plan, model, mesh, sequence, staging)
     rows = _batch_rows(plan, mesh, row_guard, lift, sliced, experts, lists)
-    if plan.compile == "blocks":
-        compile_blocks(model, run_here, plan.compile_backend, rows.are_coupled_in, boundary)
     rng = expert_draws.of_model = _add_draws(plan, model, mesh, boundary, forms, sliced)
     for param in params:
         param.refuse_calls_outside()
@@ -289,7 +289,8 @@ def _slice_blocks(
     group = context_group(mesh, plan.context_parallel.size)
     if sequence is None or group is None:
         return None, None
-    sliced = sequence.install(model, ContextProcesses(group))
+    is_compiled = plan.compile != "none"
+    sliced = sequence.install(model, ContextProcesses(group), compiled=is_compiled)
     staging.enters = sliced.enter
     count_once(model, lambda: sliced.repeats_tokens)
     return sliced, group

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._mesh.mesh import second_group
+from vescale_parallel._model.code import left_out
 
 from .adapters import settle_adapters, slice_adapters
 from .dispatch_batched import BatchedDispatch
@@ -31,13 +32,22 @@ from .experts import Experts, bound, call_some, combined, refuse_whole_batch, so
 from .found import FoundExperts
 from .load import Counted, Load
 
+# How many rows are sent is known from values, for which a graph would break again and again.
+_LEFT_OUT = "tokens are sent to experts of other ranks"
+
 
 def dispatch(
-    model: nn.Module, found: FoundExperts, mesh: DeviceMesh, draws: ExpertDraws
+    model: nn.Module,
+    found: FoundExperts,
+    mesh: DeviceMesh,
+    draws: ExpertDraws,
+    *,
+    compiled: bool = False,
 ) -> list[ListDispatch]:
     """Have modules that hold this rank's experts be called with tokens of all ranks, in place.
 
-    Returns what calls experts in lists.
+    Returns what calls experts in lists. ``compiled`` says whether the modules are parts of what
+    torch.compile compiles.
     """
     settle_adapters(model)
     if not (found.stacked or found.listed):
@@ -59,6 +69,9 @@ def dispatch(
             BatchedDispatch(module, experts, group, draws).install()
             continue
         _Dispatch(module, experts, group, counted[experts.fqn], draws).install()
+    for experts in (*found.listed, *found.stacked) if compiled else ():
+        module = model.get_submodule(experts.fqn)
+        module.forward = left_out(module.forward, _LEFT_OUT)
     object.__setattr__(model, "_vescale_expert_load", Load(counted, mesh))
     return lists
 

@@ -1,4 +1,4 @@
-"""Code of functions: the names that it refers to, and copies that compilers tell apart."""
+"""Code of functions: the names that it refers to, and what compilers tell apart or leave out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 
@@ -54,3 +55,13 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     )
     own.__kwdefaults__ = plain.__kwdefaults__
     return functools.update_wrapper(own, getattr(plain, "__wrapped__", plain))
+
+
+def left_out(function: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """Return a function that runs as it is written in what torch compiles: graphs break there.
+
+    Args:
+        function: Is not traced, nor is what it calls.
+        why: What is said of the break.
+    """
+    return cast("Any", torch.compiler).disable(function, reason=why)

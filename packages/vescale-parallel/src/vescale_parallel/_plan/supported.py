@@ -53,16 +53,6 @@ def _check_compile(plan: ParallelPlan) -> None:
     """Refuse to compile blocks whose forward does what a compiler does not see."""
     if plan.compile == "none":
         return
-    sizes = {
-        "context_parallel.size": plan.context_parallel.size,
-        "expert_parallel.size": plan.expert_parallel.size,
-    }
-    for name, size in sizes.items():
-        if size > 1:
-            raise ValueError(
-                f"compile 'blocks' is not available with {name} {size} in this version, under "
-                "which blocks send activations; leave compile out of the plan"
-            )
     overlap = plan.tensor_parallel.overlap
     if overlap > 1:
         raise ValueError(

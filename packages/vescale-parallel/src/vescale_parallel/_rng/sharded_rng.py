@@ -24,7 +24,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_dtensor.random import RandomOperator
 from vescale_parallel._cross_replica.context.blocks import SlicedBlocks
-from vescale_parallel._model.code import with_own_code
+from vescale_parallel._model.code import left_out, with_own_code
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.user_line import warn_at_user_line
@@ -187,7 +187,7 @@ class ShardedRng:
         sliced = self._sliced
         if compiled:
             why = "random numbers are drawn in part, as one device draws them"
-            drawing = cast("Any", torch.compiler).disable(draw, reason=why)
+            drawing = left_out(draw, why)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -387,6 +387,9 @@ class _Drawing(DrawMode):
         return self._rng.draw(func, args, kwargs, self._scope, index=index, fqn=self._fqn)
 
 
-def draws_in_part(mode: object) -> bool:
-    """Whether a dispatch mode has a module draw this rank's part of random numbers."""
-    return isinstance(mode, _Drawing)
+def draws_in_part(mode: object) -> str:
+    """Return why a dispatch mode has a module draw this rank's part, "" if it does not."""
+    if not isinstance(mode, _Drawing):
+        return ""
+    is_known = mode._scope.cuts or mode._scope.parts
+    return "its own forward draws random numbers" if is_known else "what it draws is not predicted"

@@ -6,12 +6,14 @@ the borders of a pipeline's stages, the run again in backward. So a compiled pro
 plain parameters and its arguments as inputs, and knows of no plan.
 
 A block runs as it is written where operators have to be seen one by one: in calls in which rows
-depend on each other in it, or its own forward draws random numbers. A module within it that draws
+depend on each other in it, or its own forward draws random numbers, or attends to a sequence that
+ranks share. A module within it that draws, attends so, or sends tokens to experts of other ranks
 runs so alone, and the graph breaks there.
 
 Every block has code of its own to compile, since the guards of a compiled program name one block,
 and torch gives code up that was compiled more often than ``torch._dynamo.config.recompile_limit``.
-Code behind a break is the user's, one for all blocks, and may be compiled that often for each.
+Code behind a break is the user's, one for all blocks of all models of a process, emulated ranks
+among them, and may be compiled that often for each.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from vescale_parallel._cross_replica.context.intercept import AttentionMode
 from vescale_parallel._model.code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._pipeline.cuts.derived import NamesDerived
@@ -68,6 +71,47 @@ class CompiledBlock:
     eager: str
 
 
+class _Compiler:
+    """Compiles the graphs of one block; itself a backend of torch.compile.
+
+    torch keeps it for as long as it keeps a program that it made. It holds nothing of the model,
+    which would be held for as long, too: what is behind a break is code of the process.
+    """
+
+    num_made = 0
+
+    def __init__(self, backend: str, crosses: bool) -> None:
+        _Compiler.num_made += 1
+        self._backend, self._crosses = backend, crosses
+        self.breaks: dict[str, None] = {}
+        self.num_graphs, self.has_run, self.failure = 0, False, ""
+
+    def __call__(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one graph, or hand it back as it is."""
+        self.num_graphs += 1
+        reason = getattr(graph, "compile_subgraph_reason", None)
+        if reason is not None and reason.graph_break:
+            self.breaks[_said(reason)] = None
+        if self._crosses and writes_what_entered(graph):
+            raise RuntimeError(
+                "it writes in place into an activation that tensor-parallel ranks share"
+            )
+        run = cast("Callable[..., Any]", graph.forward)
+        try:
+            run = compiled_graph(graph, inputs, self._backend)
+        except Exception as error:  # whatever a compiler raises: the graph is right without it
+            if restarts_compilation(error):
+                self.num_graphs -= 1
+                raise
+            self.failure = _first_line(error)
+
+        def run_graph(*inputs: Any) -> Any:
+            self.has_run = True
+            return run(*inputs)
+
+        return run_graph
+
+
 class _CompiledForward:
     """Runs the forward of one block, compiled when it is first called."""
 
@@ -78,41 +122,40 @@ class _CompiledForward:
         backend: str,
         is_coupled: _CoupledIn,
         boundary: Boundary | None,
-        num_blocks: int,
     ) -> None:
-        self._num_blocks = num_blocks
-        self._fqn, self._forward, self._backend = fqn, forward, backend
+        self._fqn, self._forward = fqn, forward
         self._is_coupled, self._boundary = is_coupled, boundary
+        self._compiler = _Compiler(backend, boundary is not None)
         run = _calling(forward) if boundary is None else _crossing(forward, boundary)
-        self._compiled = torch.compile(run, backend=self._compile_graph)
-        self._breaks: dict[str, None] = {}
-        self._num_graphs, self._has_run = 0, False
-        self._failure = self._eager = ""
+        self._compiled = torch.compile(run, backend=self._compiler)
+        self._eager = ""
 
     def report(self) -> CompiledBlock:
-        return CompiledBlock(self._num_graphs, tuple(self._breaks), self._failure or self._eager)
+        found = self._compiler
+        return CompiledBlock(found.num_graphs, tuple(found.breaks), found.failure or self._eager)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._failure or self._is_seen():
+        compiler = self._compiler
+        if compiler.failure or self._is_seen():
             return self._forward(*args, **kwargs)
-        self._has_run = False
+        compiler.has_run = False
         try:
             with unseen_functions() if function_modes() else contextlib.nullcontext():
-                if self._num_graphs and not self._breaks:
+                if compiler.num_graphs and not compiler.breaks:
                     output = self._compiled(*args, **kwargs)
-                else:  # code behind a break is shared by all blocks
-                    with shared_by(self._num_blocks):
+                else:  # code behind a break is shared by all blocks, of all models
+                    with shared_by(_Compiler.num_made):
                         output = self._compiled(*args, **kwargs)
         except Exception as error:
             # Of what has run in part, effects would come twice.
-            if self._has_run or not is_dynamo_error(error):
+            if compiler.has_run or not is_dynamo_error(error):
                 raise
             output = self._forward(*args, **kwargs)  # which raises what is the block's own fault
-            self._failure = _first_line(error)
-        if self._failure:
+            compiler.failure = _first_line(error)
+        if compiler.failure:
             warn_at_user_line(
                 f"compile 'blocks': {self._fqn!r} is not compiled and runs as it is written, for "
-                f"this rank: {self._failure}"
+                f"this rank: {compiler.failure}"
             )
         return output
 
@@ -121,10 +164,12 @@ class _CompiledForward:
         if self._boundary is not None and self._boundary.listener is not None:
             return True
         mode = current_dispatch_mode()
-        if draws_in_part(mode):
-            self._run_eager_as("its own forward draws random numbers")
+        if why := draws_in_part(mode):
+            self._run_eager_as(why)
         elif mode is None and self._is_coupled(self._fqn):
             self._run_eager_as("rows of the batch depend on each other in it")
+        elif mode is None and any(isinstance(each, AttentionMode) for each in function_modes()):
+            self._run_eager_as("its own forward attends to what other ranks have of the sequence")
         elif mode is None:
             return not all(isinstance(each, _PASSED_BY) for each in function_modes())
         return True
@@ -136,31 +181,6 @@ class _CompiledForward:
                 f"compile 'blocks': {self._fqn!r} runs as it is written in calls such as this "
                 f"one, since {why}"
             )
-
-    def _compile_graph(self, graph: Any, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile one graph, or hand it back as it is; itself a backend of torch.compile."""
-        self._num_graphs += 1
-        reason = getattr(graph, "compile_subgraph_reason", None)
-        if reason is not None and reason.graph_break:
-            self._breaks[_said(reason)] = None
-        if self._boundary is not None and writes_what_entered(graph):
-            raise RuntimeError(
-                "it writes in place into an activation that tensor-parallel ranks share"
-            )
-        run = cast("Callable[..., Any]", graph.forward)
-        try:
-            run = compiled_graph(graph, inputs, self._backend)
-        except Exception as error:  # whatever a compiler raises: the graph is right without it
-            if restarts_compilation(error):
-                self._num_graphs -= 1
-                raise
-            self._failure = _first_line(error)
-
-        def run_graph(*inputs: Any) -> Any:
-            self._has_run = True
-            return run(*inputs)
-
-        return run_graph
 
 
 def compile_blocks(
@@ -182,9 +202,7 @@ def compile_blocks(
     found: dict[str, _CompiledForward] = {}
     for fqn in blocks:
         block = model.get_submodule(fqn)
-        found[fqn] = _CompiledForward(
-            fqn, block.forward, backend, is_coupled, boundary, len(blocks)
-        )
+        found[fqn] = _CompiledForward(fqn, block.forward, backend, is_coupled, boundary)
         block.forward = found[fqn]
     object.__setattr__(model, "_vescale_compiled", found)
 

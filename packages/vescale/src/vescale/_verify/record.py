@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -76,16 +76,25 @@ def full_state(named: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def recorded_activations(model: nn.Module, record: Record) -> Iterator[None]:
+def recorded_activations(
+    model: nn.Module, record: Record, compiled: Collection[str] = ()
+) -> Iterator[None]:
     """Record what modules return while the context is open; ``len(record.losses)`` is the step.
 
     A forward that is run again in backward, to save memory, is not recorded again; neither are
     runs on fake tensors.
+
+    Args:
+        model: The model.
+        record: What is added to.
+        compiled: Names of blocks that are compiled. What modules return within one is not
+            recorded: a hook there would break its graph, and another program be looked at.
     """
     with CommCounter() as counter:
         handles = [
             module.register_forward_hook(_recorder(name, record, counter))
             for name, module in model.named_modules()
+            if not any(name.startswith(f"{block}.") for block in compiled)
         ]
         try:
             yield

@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 import vescale_deferred
 from vescale._parallelize import parallelize
 from vescale._torch_private import pytree
-from vescale_parallel import ParallelPlan, with_constraints
+from vescale_parallel import ParallelPlan, compile_report, with_constraints
 
 from .record import Record, full, full_state, recorded_activations
+from .reference_means import GlobalMeans, mean_in_order
 
 LossOf = Callable[[nn.Module, Any], Tensor]
 Change = Callable[[nn.Module], object] | None
@@ -118,16 +117,20 @@ def shard_after_shard(
     copies = num_data_ranks(plan)
     if plan.data_parallel.zero_stage:
         copies //= plan.axes["dp_shard"]
+    compiled = _compiled_blocks(model, plan)
     _seed(program, record)
     for whole_batch in program.batches:
         batch = program.on_device(whole_batch)
         means = _counted_means(program, plan, model, batch)
-        with recorded_activations(model, record):
+        # A pipeline looks at its first call, whose blocks run as they are written.
+        is_looked_at = plan.pipeline_parallel.size > 1 and not record.losses
+        blocks = [model.get_submodule(name) for name in compiled if not is_looked_at]
+        with recorded_activations(model, record, compiled), means.left_in(blocks):
             loss, reduced = _gradients_of_ranks(program, plan, model, batch, means)
         model.zero_grad()
         for of_ranks in reduced:
             for parameter, *grads in zip(model.parameters(), *of_ranks, strict=True):
-                mean = _mean_in_order(grads, copies)
+                mean = mean_in_order(grads, copies)
                 if mean is not None:
                     parameter.grad = mean if parameter.grad is None else parameter.grad + mean
         _end_of_step(program, model, optimizer, loss, record)
@@ -135,7 +138,7 @@ def shard_after_shard(
 
 
 def _gradients_of_ranks(
-    program: Program, plan: ParallelPlan, model: nn.Module, batch: Any, means: _GlobalMeans
+    program: Program, plan: ParallelPlan, model: nn.Module, batch: Any, means: GlobalMeans
 ) -> tuple[Tensor, list[list[list[Tensor | None]]]]:
     """Return the loss, and for every reduction every rank's gradients."""
     ranks, parts = num_data_ranks(plan), num_parts(plan)
@@ -158,8 +161,8 @@ def _gradients_of_ranks(
 
 def _counted_means(
     program: Program, plan: ParallelPlan, model: nn.Module, batch: Any
-) -> _GlobalMeans:
-    means = _GlobalMeans(num_data_ranks(plan) * num_parts(plan))
+) -> GlobalMeans:
+    means = GlobalMeans(num_data_ranks(plan) * num_parts(plan))
     buffers = [buffer.clone() for buffer in model.buffers()]
     with means, torch.no_grad(), torch.random.fork_rng():
         program.loss_of(model, batch)
@@ -187,6 +190,25 @@ def in_chunks(program: Program, plan: ParallelPlan) -> Record:
     return shard_after_shard(program, plan, model=model)
 
 
+def in_compiled_blocks(program: Program, plan: ParallelPlan) -> Record:
+    """Train as one rank whose blocks a plan compiles, shard after shard.
+
+    A compiler adds up in the order of its graphs, where blocks share what they read, too. Call
+    it as the one rank of a world.
+    """
+    alone = ParallelPlan(compile=plan.compile, compile_backend=plan.compile_backend)
+    alone, examples = _fed(program, alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the report says what comes out otherwise
+        model, _ = parallelize(alone, program.build(), dataset=examples)
+        return shard_after_shard(program, plan, model=model)
+
+
+def _compiled_blocks(model: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
+    """Return names of the blocks that a plan compiles on this rank."""
+    return () if plan.compile == "none" else tuple(compile_report(model))
+
+
 def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
     """Train under a plan, as one of its ranks."""
     record = Record()
@@ -199,7 +221,7 @@ def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
         record.initial = full_state(_state(model))
         batches = [*loader]
         _seed(program, record)
-        with recorded_activations(model, record):
+        with recorded_activations(model, record, _compiled_blocks(model, plan)):
             for batch in batches:
                 loss = program.loss_of(model, program.on_device(batch))
                 loss.backward()
@@ -321,47 +343,3 @@ def shard_of(batch: Any, index: int, num_shards: int) -> Any:
 
 def _row(batch: Any, index: int) -> Any:
     return pytree.tree_map(lambda x: x[index] if isinstance(x, Tensor) else x, batch)
-
-
-# Reference arithmetic.
-
-
-class _GlobalMeans(TorchFunctionMode):
-    """Has shards divide by the targets that count in all of them, once they are counted."""
-
-    def __init__(self, num_parts: int) -> None:
-        super().__init__()
-        self.is_counting = True
-        self._num_parts, self._count = num_parts, 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_mean = kwargs.get("reduction", "mean") == "mean" and kwargs.get("weight") is None
-        if func not in (F.cross_entropy, F.nll_loss) or not is_mean or len(args) < 2:
-            return func(*args, **kwargs)
-        if args[1].is_floating_point():  # probabilities of classes
-            return func(*args, **kwargs)
-        if self.is_counting:
-            self._count += int((args[1] != kwargs.get("ignore_index", -100)).sum())
-        summed = func(*args, **{**kwargs, "reduction": "sum"})
-        return summed * self._num_parts / torch.tensor(self._count, dtype=summed.dtype)
-
-
-def _mean_in_order(grads: Sequence[Tensor | None], copies: int) -> Tensor | None:
-    """Return the mean of ranks' gradients, summed over the shards of a copy, then over copies."""
-    like = next((grad for grad in grads if grad is not None), None)
-    if like is None:
-        return None
-    found = [torch.zeros_like(like) if grad is None else grad for grad in grads]
-    shards = len(found) // copies
-    sums = [_sum(found[at : at + shards]) for at in range(0, len(found), shards)]
-    return _sum(sums) / len(found)
-
-
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Add up in order; those of half precision in float32, rounded once, as all_reduce does."""
-    dtype = tensors[0].dtype
-    total = tensors[0].float() if dtype.itemsize == 2 else tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor
-    return total.to(dtype)

@@ -114,13 +114,15 @@ class SlicedBlocks:
         behind: What computes on slices behind them.
     """
 
-    def __init__(self, ranks: ContextRanks, method: Method = "all_to_all") -> None:
+    def __init__(
+        self, ranks: ContextRanks, method: Method = "all_to_all", *, compiled: bool = False
+    ) -> None:
         self._ranks = ranks
         self.behind = BehindBlocks(ranks)
-        self._writes = WholeWrites(ranks)
+        self._writes = WholeWrites(ranks, compiled=compiled)
         self._method: Method = method
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
-        self._interception = Interception(self._attention)
+        self._interception = Interception(self._attention, compiled=compiled)
         self.slicing = Slicing()
         self.stacks: tuple[str, ...] = ()
         self.runs_short_ones = True
@@ -170,7 +172,7 @@ class SlicedBlocks:
         for fqn in sorted(slicing.attending - self._intercepted):
             module = self._model.get_submodule(fqn)
             is_now = functools.partial(self._attends_by, fqn)
-            module.forward = self._interception.around(module.forward, is_now, fqn)
+            module.forward = self._interception.of_module(module.forward, is_now, fqn)
             self._intercepted.add(fqn)
         self._writes.watch(self._model, slicing.written, self._written_now)
         self.behind.slice_as(self._model, slicing.behind)
@@ -269,7 +271,7 @@ class SlicedBlocks:
     def _wrapped(
         self, forward: Callable[..., Any], stack: str, fqn: str, is_first: bool, is_last: bool
     ) -> Callable[..., Any]:
-        attend = self._interception.around(forward, lambda: True, fqn)
+        attend = self._interception.of_block(forward, lambda: self._attends_by(fqn), fqn)
 
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:

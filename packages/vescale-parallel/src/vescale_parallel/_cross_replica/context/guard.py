@@ -64,9 +64,14 @@ class ContextGuard:
             args, kwargs = self.without_cache(args, kwargs)
             self._slicing(args, kwargs, training=model.training)
 
-    def install(self, model: nn.Module, ranks: ContextRanks) -> SlicedBlocks:
-        """Have the blocks of a model compute on slices, in place; return them."""
-        self._blocks = SlicedBlocks(ranks, self._method)
+    def install(
+        self, model: nn.Module, ranks: ContextRanks, *, compiled: bool = False
+    ) -> SlicedBlocks:
+        """Have the blocks of a model compute on slices, in place; return them.
+
+        ``compiled`` says whether torch.compile compiles what their forwards are now.
+        """
+        self._blocks = SlicedBlocks(ranks, self._method, compiled=compiled)
         self._blocks.install(model, self._stacks)
         self._blocks.behind.returns_all = not self._only_loss
         self._model = model

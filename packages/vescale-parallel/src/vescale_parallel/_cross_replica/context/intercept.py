@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from vescale_parallel._model.code import left_out
+
 from .interface import Attends, interface_of
 
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -38,21 +40,36 @@ class _OfThread(threading.local):
 
 
 class Interception:
-    """Has attention be computed by another, within the forwards that it is told of."""
+    """Has attention be computed by another, within the forwards that it is told of.
 
-    def __init__(self, attention: Attends) -> None:
-        self._attention, self._here = attention, _OfThread()
+    Nobody looks into blocks that are compiled, and modules that attend are left out of them.
+    """
+
+    def __init__(self, attention: Attends, *, compiled: bool = False) -> None:
+        self._attention, self._compiled, self._here = attention, compiled, _OfThread()
 
     @property
     def attending(self) -> str:
         """The innermost module that runs on this thread, of those that attend."""
         return self._here.attending
 
-    def around(
+    def of_block(
+        self, forward: Callable[..., Any], attends: Callable[[], bool], fqn: str
+    ) -> Callable[..., Any]:
+        """Return the forward of a block; ``attends()`` says whether its own code is known to."""
+        return self._around(forward, attends if self._compiled else lambda: True, fqn)
+
+    def of_module(
         self, forward: Callable[..., Any], is_now: Callable[[], bool], fqn: str
     ) -> Callable[..., Any]:
-        """Return the forward of a module in which attention is intercepted, while ``is_now()``."""
+        """Return the forward of a module within, in which it is intercepted while ``is_now()``."""
+        attend = self._around(forward, is_now, fqn)
+        why = "attention is to what other ranks have of the sequence, too"
+        return left_out(attend, why) if self._compiled else attend
 
+    def _around(
+        self, forward: Callable[..., Any], is_now: Callable[[], bool], fqn: str
+    ) -> Callable[..., Any]:
         @functools.wraps(forward)
         def intercepted(*args: Any, **kwargs: Any) -> Any:
             if not is_now():

@@ -20,12 +20,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.code import left_out
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import is_in_backward
 
 from .leaving import gathered_part
 from .sliced.tensor import SumOverSlices
 from .slices import ContextRanks, SequenceSlices
+
+_WHY = "what it writes is made whole, of all ranks that share the sequence"
 
 # A module, by the pattern of its FQN, and the name of what it holds.
 Place = tuple[str, str]
@@ -79,8 +82,8 @@ def _summed(x: Tensor, ranks: ContextRanks) -> Tensor:
 class WholeWrites:
     """Has modules leave what one device writes; see [Note: writes on slices]."""
 
-    def __init__(self, ranks: ContextRanks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: ContextRanks, *, compiled: bool = False) -> None:
+        self._ranks, self._compiled = ranks, compiled
         self._watched = set[str]()
 
     def watch(self, model: nn.Module, written: Collection[Place], now: Now) -> None:
@@ -89,7 +92,8 @@ class WholeWrites:
         for fqn, module in model.named_modules() if patterns else ():
             if generalize(fqn) in patterns and fqn not in self._watched:
                 self._watched.add(fqn)
-                module.forward = self._around(module, fqn, now)
+                run = self._around(module, fqn, now)
+                module.forward = left_out(run, _WHY) if self._compiled else run
 
     def _around(self, module: nn.Module, fqn: str, now: Now) -> Callable[..., Any]:
         forward, own = module.forward, generalize(fqn)

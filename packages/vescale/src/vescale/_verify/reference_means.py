@@ -1,0 +1,73 @@
+"""Means that one device computes as ranks do, shard after shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+class GlobalMeans(TorchFunctionMode):
+    """Has shards divide by the targets that count in all of them, once they are counted."""
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self.is_counting = True
+        self._num_parts, self._count = num_parts, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_mean = kwargs.get("reduction", "mean") == "mean" and kwargs.get("weight") is None
+        if func not in (F.cross_entropy, F.nll_loss) or not is_mean or len(args) < 2:
+            return func(*args, **kwargs)
+        if args[1].is_floating_point():  # probabilities of classes
+            return func(*args, **kwargs)
+        if self.is_counting:
+            self._count += int((args[1] != kwargs.get("ignore_index", -100)).sum())
+        summed = func(*args, **{**kwargs, "reduction": "sum"})
+        return summed * self._num_parts / torch.tensor(self._count, dtype=summed.dtype)
+
+    @contextmanager
+    def left_in(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
+        """Leave the mode while these run, which run as they are written where a mode looks on."""
+        handles: list[Any] = []
+
+        def leave(block: nn.Module, args: Any) -> None:
+            self.__exit__(None, None, None)
+
+        def come_back(block: nn.Module, args: Any, output: Any) -> None:
+            self.__enter__()
+
+        for block in blocks:  # within what the model's own engine does around them
+            handles.append(block.register_forward_pre_hook(leave))
+            handles.append(block.register_forward_hook(come_back, prepend=True, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def mean_in_order(grads: Sequence[Tensor | None], copies: int) -> Tensor | None:
+    """Return the mean of ranks' gradients, summed over the shards of a copy, then over copies."""
+    like = next((grad for grad in grads if grad is not None), None)
+    if like is None:
+        return None
+    found = [torch.zeros_like(like) if grad is None else grad for grad in grads]
+    shards = len(found) // copies
+    sums = [_sum(found[at : at + shards]) for at in range(0, len(found), shards)]
+    return _sum(sums) / len(found)
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Add up in order; those of half precision in float32, rounded once, as all_reduce does."""
+    dtype = tensors[0].dtype
+    total = tensors[0].float() if dtype.itemsize == 2 else tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor
+    return total.to(dtype)
