@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -34,8 +33,8 @@ def left(family: str, constraints: Constraints, how: str, steps: int) -> list[st
     model, call = make(family)
     if how == "own":
         # Renamed in transformers 5, where the old name warns.
-        own: Any = getattr(model, "activation_checkpointing_enable", None)
-        (own or model.gradient_checkpointing_enable)({"use_reentrant": False})
+        old, new = "gradient_checkpointing_enable", "activation_checkpointing_enable"
+        getattr(model, new if hasattr(model, new) else old)({"use_reentrant": False})
     plan = make_plan({**constraints, "recompute": "full" if how == "full" else "none"})
     model = vescale.parallelize(plan, model.train())
     parts = plan.data_parallel.size
