@@ -45,6 +45,7 @@ from ._sharding.op_call import OpCall, Unsupported, is_view, written_values
 from ._sharding.replicate_fallback import gathered
 from ._sharding.signature import Signature, choose
 from ._sharding.view_plan import View, plan_view
+from ._tensor import plain_operands
 from ._tensor.dtensor import DTensor
 from ._tensor.pending_sums import known_sum, link
 from ._torch_private import (
@@ -77,6 +78,8 @@ def dispatch(
         # A view counts writes together with its base, which inference tensors do not.
         with torch.inference_mode(False), torch.no_grad():
             return dispatch(func, args, kwargs)
+    if plain_operands.here.is_told:
+        plain_operands.tell(func, args, kwargs)
     key: list[Any] = [func]
     locals_: list[Any] = []
     aliases: list[DTensor] = []

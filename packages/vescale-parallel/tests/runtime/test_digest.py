@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vescale_parallel._runtime.digest import Leaf, difference, digest_of
+from vescale_parallel._runtime.compared.digest import Leaf, difference, digest_of
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._mesh.mesh import build_mesh
-from vescale_parallel._runtime.same_inputs import SameInputs
+from vescale_parallel._runtime.compared.same_inputs import SameInputs
 
 InThreads = Callable[[int, Callable[[int], Any]], list[Any]]
 SHARED = with_constraints(ParallelPlan(), {"pipeline_parallel.size": 2})

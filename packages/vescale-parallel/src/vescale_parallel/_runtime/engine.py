@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, announced_failures, profiler_range
+from vescale_dtensor import DTensor, announced_failures, profiler_range, untold
 from vescale_parallel._cross_replica.batch import BatchRows
 from vescale_parallel._cross_replica.borders import Rows
 from vescale_parallel._data_parallel.zero_state import ZeroState
@@ -31,8 +31,8 @@ from vescale_parallel._torch_private import is_in_backward, is_transformed, pytr
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
 from .cast_inputs import with_cast_inputs
+from .compared.same_inputs import SameInputs
 from .outside import KnownModules, read_in, refuse_trainers
-from .same_inputs import SameInputs
 
 Args = tuple[Any, ...]
 Named = dict[str, Any]
@@ -110,7 +110,7 @@ class Engine:
             return forward(*args, **kwargs)
         args, kwargs = self.completed(*self.arguments.by_name(args, kwargs))
         phase = "forward" if self.pipeline is None else "pipeline"
-        with announced_failures(), profiler_range(phase):
+        with announced_failures(), profiler_range(phase), untold():
             if is_in_backward():
                 raise RuntimeError(
                     "a parallelized model was called inside a backward pass, as checkpointing "

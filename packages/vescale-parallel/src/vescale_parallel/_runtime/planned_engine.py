@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +14,7 @@ from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.output import loss_called
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._mesh.data_ranks import DataRanks
+from vescale_parallel._mesh.mesh import data_axes
 from vescale_parallel._parameters.shard_model import torch_dtype
 from vescale_parallel._pipeline.buffers import StageBuffers
 from vescale_parallel._pipeline.runner import Pipeline
@@ -27,9 +29,10 @@ from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
+from .compared.plain_operands import PlainOperands
+from .compared.same_inputs import SameInputs, groups_along
 from .engine import Engine, ProvesCalls
 from .outside import KnownModules
-from .same_inputs import SameInputs
 from .where import name_modules_of
 
 
@@ -54,7 +57,8 @@ def planned_engine(
     )
     inputs = SameInputs(model, mesh, context, is_delayed=mesh.device_type == "cuda")
     parameters.while_backward = logits.declared
-    parameters.after_backward = inputs.after_backward
+    operands = PlainOperands(mesh, groups_along(mesh, *reversed(data_axes(mesh))))
+    parameters.after_backward = partial(_after_backward, inputs, operands)
     step = None
     if stages is not None and draws is not None:
         blocks, shared = (stages.starts, len(stages.blocks)), (ranks.total, ranks.size)
@@ -94,3 +98,8 @@ def planned_engine(
         keeps_caches=step is None and context is None,
         input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
     )
+
+
+def _after_backward(inputs: SameInputs, operands: PlainOperands) -> None:
+    inputs.after_backward()
+    operands.compare()

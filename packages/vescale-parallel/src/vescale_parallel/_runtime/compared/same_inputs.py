@@ -53,9 +53,9 @@ class SameInputs:
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
         self._device, self._is_delayed = torch.device(mesh.device_type), is_delayed
-        self._same = _groups(mesh, "tp", "pp") + ([] if context is None else [context])
+        self._same = groups_along(mesh, "tp", "pp") + ([] if context is None else [context])
         self._copies = 1 if context is None else context.size()
-        self._other = _groups(mesh, *reversed(data_axes(mesh)))
+        self._other = groups_along(mesh, *reversed(data_axes(mesh)))
         self._num_calls = 0
         self._sent: tuple[int, Digest, _Arriving] | None = None
         # Of data-parallel ranks: what to send after backward, and what arrived.
@@ -82,7 +82,7 @@ class SameInputs:
         if wants_rows and len(digest.numbers):
             self._own_rows = digest.row[1:]
         if is_turn:
-            self._sent = call, digest, _Arriving(_gathered(digest.row, self._same))
+            self._sent = call, digest, _Arriving(gathered_rows(digest.row, self._same))
         # The first time at once: ranks that differ in shapes would not get through the call.
         if self._sent is not None and (call == 0 or not self._is_delayed):
             sent, self._sent = self._sent, None
@@ -96,7 +96,7 @@ class SameInputs:
         if self._own_rows is None or self._has_compared_rows:
             return
         self._has_compared_rows = True
-        self._all_rows = _Arriving(_gathered(self._own_rows, self._other))
+        self._all_rows = _Arriving(gathered_rows(self._own_rows, self._other))
         self._own_rows = None
 
     def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,12 +149,13 @@ class _Arriving:
         return [tuple(row) for row in self._rows.tolist()]
 
 
-def _groups(mesh: DeviceMesh, *axes: str) -> list[dist.ProcessGroup]:
+def groups_along(mesh: DeviceMesh, *axes: str) -> list[dist.ProcessGroup]:
+    """Return the groups of several axes, of those that have some."""
     found = [axis_group(mesh, axis) for axis in axes]
     return [group for group in found if group is not None]
 
 
-def _gathered(row: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
+def gathered_rows(row: Tensor, groups: Iterable[dist.ProcessGroup]) -> Tensor:
     """Return the rows of all ranks along several axes: (ranks, len(row))."""
     rows = row.unsqueeze(0)
     for group in groups:

@@ -1,0 +1,1 @@
+"""What ranks are called with and compute with, compared between them."""
