@@ -144,7 +144,7 @@ def test_without_a_batch_the_configuration_says_how_many_experts_a_token_has() -
         ({EP: 1}, {1}),
         ({REPLICATE: 2}, {1, 2}),
         ({REPLICATE: 2, SHARE_STATE: 1, "data_parallel.zero_stage": 3}, {1}),
-        ({"compile": "blocks"}, {1}),
+        ({"compile": "blocks"}, {1, 2, 4, 8}),
         ({"precision.param": "bfloat16", "data_parallel.reduction": "library"}, {1, 2, 4, 8}),
     ],
 )
@@ -159,7 +159,7 @@ def test_sizes_that_are_tried(constraints: dict[str, Any], expected: set[int]) -
 
 def test_what_plans_refuse_beside_shared_experts_is_asked_of_plans() -> None:
     assert refuses_experts({"numerics": "invariant"})
-    assert refuses_experts({"compile": "blocks"})
+    assert not refuses_experts({"compile": "blocks"})
     assert not refuses_experts({"recompute": "full", DP: 6, "batch.global_size": 6})
 
 
