@@ -49,11 +49,11 @@ def gradients_of(
     at_end = np.where(scatters, in_shards, nbytes + np.maximum(blocks, outside))
     at_end = np.where(has_copies, at_end, nbytes)
     found = (
-        np.where(once, np.maximum(left, idle), before),
-        np.where(once, idle, before),
-        np.where(once, idle, before),
-        np.where(once, np.maximum(reduced, idle), summed),
-        np.where(once, reduced, at_end),
+        np.where(once, np.maximum(left, idle), before),  # forward ends
+        np.where(once, idle, before),  # backward of the loss
+        np.where(once, idle, before),  # of the last block
+        np.where(once, np.maximum(reduced, idle), summed),  # of the first block
+        np.where(once, reduced, at_end),  # all are reduced
     )
     if columns.first.offload == "none":
         return found
