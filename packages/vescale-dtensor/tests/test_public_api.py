@@ -64,6 +64,8 @@ def test_public_names_are_these() -> None:
         "start_all_to_all",
         "start_reduce_scatter",
         "strict",
+        "tell_plain_operands",
+        "untold",
         "visualize",
         "while_waiting",
         "zeros",

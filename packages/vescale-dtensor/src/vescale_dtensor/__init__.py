@@ -95,11 +95,7 @@ from ._tensor.factories import (
     randn as randn,
     zeros as zeros,
 )
-from ._tensor.plain_operands import (
-    stop_telling as stop_telling,
-    tell_plain_operands as tell_plain_operands,
-    untold as untold,
-)
+from ._tensor.plain_operands import tell_plain_operands as tell_plain_operands, untold as untold
 from ._tensor.watched_memory import WatchedMemory as WatchedMemory
 
 __version__ = "0.1.0"
@@ -162,7 +158,6 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "start_reduce_scatter",
-    "stop_telling",
     "strict",
     "tell_plain_operands",
     "untold",

@@ -30,22 +30,25 @@ class _Here(threading.local):
 here = _Here()
 
 
-def tell_plain_operands(told: Told) -> None:
+def tell_plain_operands(told: Told) -> Callable[[], None]:
     """Have a method called with the plain tensors that operators take beside distributed ones.
 
     On this thread, outside of :func:`untold`.
 
     Args:
-        told: A bound method, for as long as its object lives or until :func:`stop_telling`.
+        told: A bound method, for as long as its object lives.
+
+    Returns:
+        What ends it.
     """
     here.methods.append(weakref.WeakMethod(told))
     here.is_told = True
 
+    def stop() -> None:
+        here.methods = [each for each in here.methods if each() not in (None, told)]
+        here.is_told = bool(here.methods)
 
-def stop_telling(told: Told) -> None:
-    """Undo :func:`tell_plain_operands`."""
-    here.methods = [each for each in here.methods if each() not in (None, told)]
-    here.is_told = bool(here.methods)
+    return stop
 
 
 @contextmanager

@@ -14,7 +14,6 @@ from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.output import loss_called
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._mesh.data_ranks import DataRanks
-from vescale_parallel._mesh.mesh import data_axes
 from vescale_parallel._parameters.shard_model import torch_dtype
 from vescale_parallel._pipeline.buffers import StageBuffers
 from vescale_parallel._pipeline.runner import Pipeline
@@ -30,7 +29,7 @@ from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
 from .compared.plain_operands import PlainOperands
-from .compared.same_inputs import SameInputs, groups_along
+from .compared.same_inputs import SameInputs
 from .engine import Engine, ProvesCalls
 from .outside import KnownModules
 from .where import name_modules_of
@@ -57,8 +56,7 @@ def planned_engine(
     )
     inputs = SameInputs(model, mesh, context, is_delayed=mesh.device_type == "cuda")
     parameters.while_backward = logits.declared
-    operands = PlainOperands(mesh, groups_along(mesh, *reversed(data_axes(mesh))))
-    parameters.after_backward = partial(_after_backward, inputs, operands)
+    parameters.after_backward = partial(_after_backward, inputs, PlainOperands(mesh))
     step = None
     if stages is not None and draws is not None:
         blocks, shared = (stages.starts, len(stages.blocks)), (ranks.total, ranks.size)

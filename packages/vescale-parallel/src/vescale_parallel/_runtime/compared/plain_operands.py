@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_dtensor import DTensor, stop_telling, tell_plain_operands
+from vescale_dtensor import DTensor, tell_plain_operands
 from vescale_parallel._mesh.agreement import gathered_objects
+from vescale_parallel._mesh.mesh import data_axes
 from vescale_parallel._model.user_line import user_line
 from vescale_parallel._torch_private import is_in_backward
 
 from .digest import Digest, Leaf, difference, digest_of
-from .same_inputs import gathered_rows
+from .same_inputs import gathered_rows, groups_along
 
 _FIRST_PASSES = 4
 # Of one place in the program, and of one tensor, that are looked at between two backward passes.
@@ -50,17 +51,15 @@ class PlainOperands:
 
     Args:
         mesh: The plan's mesh.
-        groups: Of ranks with other rows, along one axis each.
     """
 
-    def __init__(self, mesh: DeviceMesh, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._mesh, self._groups = mesh, groups
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._groups = mesh, groups_along(mesh, *reversed(data_axes(mesh)))
         self._device = torch.device(mesh.device_type)
-        self._passes_left = _FIRST_PASSES if groups else 0
+        self._passes_left = _FIRST_PASSES if self._groups else 0
         self._calls = Counter[str]()
         self._met: list[Digest] = []
-        if self._passes_left:
-            tell_plain_operands(self._meet)
+        self._stop = tell_plain_operands(self._meet) if self._groups else lambda: None
 
     def compare(self) -> None:
         """Compare what was met since the last call. Every rank must call this.
@@ -72,7 +71,7 @@ class PlainOperands:
             return
         self._passes_left -= 1
         if not self._passes_left:
-            stop_telling(self._meet)
+            self._stop()
         met, self._met = self._met, []
         self._calls.clear()
         rows = [torch.zeros(2, dtype=torch.int64, device=self._device), *(m.row for m in met)]
