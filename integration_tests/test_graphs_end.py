@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ PLANS: dict[str, Constraints] = {
 
 
 def left(family: str, constraints: Constraints, how: str, steps: int) -> list[str]:
-    """Return the nodes of graphs that are alive behind some steps and an evaluation."""
+    """Return the nodes of graphs that are alive behind some steps, and were not before."""
+    before = [weakref.ref(each) for each in graphs()]  # of earlier tests in this process
     torch.manual_seed(0)
     model, call = make(family)
     if how == "own":
@@ -42,11 +44,17 @@ def left(family: str, constraints: Constraints, how: str, steps: int) -> list[st
     batch = {n: x.chunk(parts)[part] for n, x in call.items()}
     for _ in range(steps):
         model(**batch).loss.backward()
+    known = [each() for each in before]
+    return [type(x.grad_fn).__name__ for x in graphs() if not any(x is each for each in known)]
+
+
+def graphs() -> list[Tensor]:
+    """Return the tensors of this process that have a graph."""
     gc.collect()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of lazy modules that are asked for their class
         alive = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
-    return [type(x.grad_fn).__name__ for x in alive if x.grad_fn is not None]
+    return [each for each in alive if each.grad_fn is not None]
 
 
 HOW = ("none", "full", "own")
