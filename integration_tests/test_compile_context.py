@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vescale
-from vescale_dtensor import GatherWarning
-from vescale_parallel import CompiledBlock, compile_report
+from vescale_parallel import CompiledBlock
 from vescale_testing import World
 
+from .compiled_training import train_steps
 from .contexts import FAMILIES, VOCABULARY, batch_of, build, rows_of
 from .plans import CP, DP, EP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .training import whole
@@ -83,26 +83,11 @@ def trained(
     kind: str, constraints: Constraints | None, lengths: tuple[int, ...]
 ) -> tuple[dict[str, Tensor], dict[str, CompiledBlock]]:
     """Return losses, the gradients of the first step and parameters; and what was compiled."""
-    model, found = model_of(kind), dict[str, Tensor]()
+    model = model_of(kind)
     if constraints is not None:
         model = vescale.parallelize(make_plan(constraints), model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, length in enumerate(lengths):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", GatherWarning)  # of what counts tokens
-            made = model(**rows_of(model, batch_of(step, length, "")))
-        loss = made if isinstance(made, Tensor) else made.loss
-        loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        if not step:
-            named: Any = model.named_parameters()
-            found |= {n: whole(p.grad).clone() for n, p in named if p.grad is not None}
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    found |= {f"{n} at the end": whole(p).clone() for n, p in model.named_parameters()}
-    is_compiled = "compile" in (constraints or {})
-    return found, compile_report(model) if is_compiled else {}
+    batches = (rows_of(model, batch_of(step, n, "")) for step, n in enumerate(lengths))
+    return train_steps(model, batches, is_compiled="compile" in (constraints or {}))
 
 
 def check(
@@ -123,6 +108,8 @@ def check(
     ):
         assert found.keys() == expected.keys()
         for name, x in found.items():
+            # To which compiled blocks are one device's (docs/howto/compile.md): compilers round
+            # otherwise than operators do.
             atol = 1e-10 * float(expected[name].abs().max())
             torch.testing.assert_close(x, expected[name], rtol=0, atol=atol, msg=name)
         reports.append(report)
@@ -160,6 +147,7 @@ def test_a_block_that_attends_itself_runs_as_it_is_written(world2: World) -> Non
     for found, eager in world2.run(trained_with_a_warning, {CP: 2}):
         assert all(eager)
         for name, x in found.items():
+            # As above.
             torch.testing.assert_close(x, expected[name], rtol=1e-10, atol=1e-12, msg=name)
 
 
@@ -215,4 +203,5 @@ def test_programs_may_compile_blocks_on_slices_themselves(
     run = functools.partial(compiled_by_itself, PLANS[plan], before=before)
     for found in world2.run(run):
         for name, grad in expected.items():
+            # As above.
             torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12, msg=name)

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import linecache
-import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import vescale
-from vescale_dtensor import GatherWarning
-from vescale_parallel import CompiledBlock, compile_report
+from vescale_parallel import CompiledBlock
 from vescale_testing import World
 
+from .compiled_training import train_steps
 from .experts import FAMILIES, build, rows_of, tokens
 from .listed_experts import BATCHED, LAYERS, Model
 from .plans import DP, EP, PARTS, PP, TP, ZERO, Constraints, make_plan
-from .training import whole
 
 COMPILED: Constraints = {"compile": "blocks", "compile_backend": "aot_eager"}
 PLANS: dict[str, Constraints] = {
@@ -42,31 +40,14 @@ def trained(
     kind: str, constraints: Constraints | None
 ) -> tuple[dict[str, Tensor], dict[str, CompiledBlock]]:
     """Return losses, the gradients of the first step and parameters; and what was compiled."""
-    model, found = model_of(kind), dict[str, Tensor]()
+    model = model_of(kind)
     if constraints is not None:
         model = vescale.parallelize(make_plan(constraints), model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, length in enumerate(LENGTHS):
-        batch = {
-            name: x[:, :length].contiguous() for name, x in rows_of(model, tokens(step)).items()
-        }
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", GatherWarning)  # of what counts tokens
-            # Under tensor parallelism the first call of a form looks at what experts draw.
-            warnings.filterwarnings("ignore", ".* what it draws is not predicted")
-            made = model(**batch)
-        loss = made if isinstance(made, Tensor) else made.loss
-        loss.backward()
-        found[f"loss {step}"] = loss.detach()
-        if not step:
-            named: Any = model.named_parameters()
-            found |= {n: whole(p.grad).clone() for n, p in named if p.grad is not None}
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    found |= {f"{n} at the end": whole(p).clone() for n, p in model.named_parameters()}
-    is_compiled = "compile" in (constraints or {})
-    return found, compile_report(model) if is_compiled else {}
+    batches = (
+        {name: x[:, :length].contiguous() for name, x in rows_of(model, tokens(step)).items()}
+        for step, length in enumerate(LENGTHS)
+    )
+    return train_steps(model, batches, is_compiled="compile" in (constraints or {}))
 
 
 def check(world: World, kind: str, constraints: Constraints, *, relative: float = 1e-10) -> None:
@@ -81,6 +62,8 @@ def check(world: World, kind: str, constraints: Constraints, *, relative: float 
     for found, report in world.run(trained, kind, {**constraints, **COMPILED}, timeout=400):
         assert found.keys() == expected.keys()
         for name, x in found.items():
+            # To which compiled blocks are one device's (docs/howto/compile.md): compilers round
+            # otherwise than operators do.
             atol = relative * float(expected[name].abs().max())
             torch.testing.assert_close(x, expected[name], rtol=0, atol=atol, msg=name)
         graphs += min(sum(block.num_graphs for block in report.values()), 1)

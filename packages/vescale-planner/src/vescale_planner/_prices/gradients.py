@@ -74,11 +74,10 @@ def _buffers(columns: Columns, owned: Sequence[PipelineRank]) -> tuple[Values, V
     again = of_each(owned, lambda own: sum(own.block_bytes[1:2]))
     outside = of_each(owned, lambda own: own.outside_bytes)
     sent = np.where(columns.zero_stage == 1, again, 0.0) + blocks + outside
-    largest = np.maximum(blocks, outside)
+    largest, num_ranks = np.maximum(blocks, outside), columns.layout.dp * columns.layout.cp
+    sharded = (columns.zero_stage > 0) & (num_ranks > 1)
     if columns.first.reduction == "ordered":
-        several = columns.layout.dp * columns.layout.cp
-        arrives = ((columns.zero_stage > 0) & (several > 1)) | (several > 2)
-        received = np.where(arrives, largest, 0.0)
+        received = np.where(sharded | (num_ranks > 2), largest, 0.0)
     else:
-        received = np.where(columns.zero_stage > 0, largest / columns.shard, 0.0)
-    return np.where(columns.zero_stage > 0, sent, 0.0), received
+        received = np.where(sharded, largest / columns.shard, 0.0)
+    return np.where(sharded, sent, 0.0), received

@@ -70,8 +70,6 @@ class PlainOperands:
         if not self._passes_left:
             return
         self._passes_left -= 1
-        if not self._passes_left:
-            self._stop()
         met, self._met = self._met, []
         self._calls.clear()
         rows = [torch.zeros(2, dtype=torch.int64, device=self._device), *(m.row for m in met)]
@@ -92,6 +90,9 @@ class PlainOperands:
             )
 
     def _meet(self, func: Any, plain: Sequence[Tensor], distributed: Sequence[DTensor]) -> None:
+        if not self._passes_left:
+            # Here, on the thread that is told: backward may end on another one.
+            return self._stop()
         if any(each.device_mesh != self._mesh for each in distributed):
             return
         if is_in_backward() or torch.compiler.is_compiling():
