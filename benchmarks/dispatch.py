@@ -61,6 +61,7 @@ def programs(distribute: Distribute) -> dict[str, tuple[Program, bool]]:
         "add, one whole": (lambda: x + w, False),
         "mul by a number": (lambda: x * 2.0, False),
         "add_": (lambda: x.add_(0.0), False),
+        "addcmul_, by a number": (lambda: x.addcmul_(x, x, value=0.0), False),
         "relu": (lambda: torch.relu(x), False),
         "relu, recorded": (lambda: torch.relu(trained), True),
         "mm": (lambda: x @ w, False),

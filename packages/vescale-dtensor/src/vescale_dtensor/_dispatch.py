@@ -82,6 +82,7 @@ def dispatch(
         plain_operands.tell(func, args, kwargs)
     key: list[Any] = [func]
     locals_: list[Any] = []
+    named_locals: list[Any] = []
     aliases: list[DTensor] = []
     try:
         for arg in args:
@@ -99,7 +100,7 @@ def dispatch(
         if kwargs:
             for name, value in kwargs.items():
                 key.append(name)
-                _describe(value, key, [], aliases)
+                _describe(value, key, named_locals, aliases)
         plan = _plans.get(tuple(key))
     except (_Uncachable, TypeError):
         # A TypeError if sizes of a plain tensor are symbols, which have no hash.
@@ -120,8 +121,11 @@ def dispatch(
             _plans[tuple(key)] = plan
             return _followed(func, args, kwargs, result) if aliases else result
         _plans[tuple(key)] = plan
-    if isinstance(plan, LocalCall) and not kwargs:
-        result = plan.function(*locals_)
+    if isinstance(plan, LocalCall):
+        if kwargs:
+            result = plan.function(*locals_, **dict(zip(kwargs, named_locals, strict=True)))
+        else:
+            result = plan.function(*locals_)
         if plan.layout is None:
             result = plan.finish(args, kwargs, result)
         else:
@@ -206,6 +210,7 @@ def _describe(arg: Any, key: list[Any], locals_: list[Any], aliases: list[DTenso
         key.append(kind if arg else (kind, "zero"))
     elif isinstance(arg, DISTRIBUTED):
         key.extend((kind, layout_of_spec(arg._spec)))
+        locals_[-1] = arg._local_tensor
     elif isinstance(arg, Tensor):
         key.extend((kind, arg.dtype, tuple(arg.shape), arg.stride(), arg.is_neg()))
     elif isinstance(arg, _BY_VALUE):
