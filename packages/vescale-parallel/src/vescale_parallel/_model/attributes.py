@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 import pickle
 import random
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,7 +126,12 @@ def _differs(container: Any, inside: Any) -> bool:
         if list(container) != list(inside):
             return True
         container, inside = container.values(), inside.values()
-    return any(x is not y for x, y in zip(container, inside, strict=True))
+    return not _are_same(container, inside)
+
+
+def _are_same(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Whether objects are the same, one by one; of as many."""
+    return all(map(operator.is_, one, other))
 
 
 @dataclass(frozen=True)
@@ -149,11 +156,15 @@ class Attributes:
         self.written: set[Place] | None = None
         self.sizes: list[int] = []
         self.places: list[tuple[Place, dict[str, Any]]] = []
+        # Every micro-batch looks at all modules: of lists like these that needs no loops.
+        self.of_modules = [held for _, held in self.modules]
+        self.names: list[str] = []
+        self.of_places: list[dict[str, Any]] = []
 
     def now(self) -> AttributesBefore:
         """Note the attributes as they are before a run."""
-        sizes = [len(held) for _, held in self.modules]
-        if sizes != self.sizes:  # every step looks at all modules, so that has to be fast
+        sizes = [*map(len, self.of_modules)]
+        if sizes != self.sizes:
             self.sizes = sizes
             self.places = [
                 ((fqn, name), held)
@@ -161,6 +172,8 @@ class Attributes:
                 for name, value in held.items()
                 if name not in _OF_TORCH and not isinstance(value, _CODE)
             ]
+            self.names = [name for (_, name), _ in self.places]
+            self.of_places = [held for _, held in self.places]
         return AttributesBefore(self)
 
     def learn(self, written: set[Place]) -> None:
@@ -173,12 +186,16 @@ class AttributesBefore:
 
     def __init__(self, of: Attributes) -> None:
         self._modules, self._sizes, self._places = of.modules, of.sizes, of.places
-        self._values = [held.get(name, _MISSING) for (_, name), held in of.places]
+        self._of_modules, self._names, self._of_places = of.of_modules, of.names, of.of_places
+        self._values = self._now()
         self._held = {
             index: _Held(value, copied=of.written is None or of.places[index][0] in of.written)
             for index, value in enumerate(self._values)
             if _is_filled(type(value))
         }
+
+    def _now(self) -> list[Any]:
+        return [*map(dict.get, self._of_places, self._names, itertools.repeat(_MISSING))]
 
     @property
     def written(self) -> set[Place]:
@@ -207,24 +224,24 @@ class AttributesBefore:
                 )
             held.put_inside()
             self._values[index] = held.value
-        for ((_, name), attributes), value in zip(self._places, self._values, strict=True):
-            if attributes.get(name, _MISSING) is not value and value is not _MISSING:
-                attributes[name] = value
+        for index in _others(self._now(), self._values):
+            if self._values[index] is not _MISSING:
+                self._of_places[index][self._names[index]] = self._values[index]
         for (_, name), attributes in self._new():
             del attributes[name]
 
     def changes(self) -> dict[Place, _Change]:
         """Return what is not as it was."""
         found: dict[Place, _Change] = {}
-        both = zip(self._places, self._values, strict=True)
-        for index, ((at, attributes), value) in enumerate(both):
-            now = attributes.get(at[1], _MISSING)
-            if now is not value:
-                are_plain = isinstance(now, _PLAIN) and isinstance(value, _PLAIN)
-                if not are_plain or now != value:
-                    found[at] = _changed_to(now)
-            elif index in self._held and self._held[index].is_other():
-                found[at] = _changed_to(now)
+        now = self._now()
+        for index in _others(now, self._values):
+            left, value = now[index], self._values[index]
+            are_plain = isinstance(left, _PLAIN) and isinstance(value, _PLAIN)
+            if not are_plain or left != value:
+                found[self._places[index][0]] = _changed_to(left)
+        for index, held in self._held.items():
+            if now[index] is self._values[index] and held.is_other():
+                found[self._places[index][0]] = _changed_to(now[index])
         return found | {at: _changed_to(attributes[at[1]]) for at, attributes in self._new()}
 
     def apply(self, changes: Mapping[Place, _Change]) -> None:
@@ -239,9 +256,11 @@ class AttributesBefore:
             modules[fqn][name] = change.now
 
     def _new(self) -> list[tuple[Place, dict[str, Any]]]:
+        if [*map(len, self._of_modules)] == self._sizes:
+            return []
         pairs = zip(self._modules, self._sizes, strict=True)
         grown = [(fqn, held) for (fqn, held), size in pairs if len(held) != size]
-        known = {at for at, _ in self._places} if grown else set[Place]()
+        known = {at for at, _ in self._places}
         return [
             ((fqn, name), held)
             for fqn, held in grown
@@ -258,6 +277,14 @@ class AttributesBefore:
             yield
         finally:
             present.put_back()
+
+
+def _others(now: Sequence[Any], before: Sequence[Any]) -> list[int]:
+    """Return the places of what is another object than before."""
+    if _are_same(now, before):
+        return []
+    pairs = enumerate(zip(now, before, strict=True))
+    return [index for index, (one, other) in pairs if one is not other]
 
 
 def _changed_to(value: Any) -> _Change:
