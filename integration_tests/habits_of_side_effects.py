@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -131,3 +132,76 @@ def counted(run: Run) -> None:
 
 def filled(run: Run) -> None:
     run.train(Filled())
+
+
+class Hooked(nn.Module):
+    """Adds a penalty of what hooks on its blocks keep, in a list that it holds in some way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.kept: Any = {} if way == "a dict" else []
+        self.way = way
+        if way == "an inner module's hook":
+            hooked: list[nn.Module] = [block.get_submodule("down") for block in self.blocks]
+        else:
+            hooked = [*self.blocks]
+        for index, module in enumerate(hooked):
+            module.register_forward_hook(self._keeping(index))
+
+    def _keeping(self, index: int) -> Any:
+        kept, way = self.kept, self.way
+        if way == "a global":
+            return lambda module, args, output: BALANCING.append(output)
+        if way == "a dict":
+            return lambda module, args, output: kept.update({index: output})
+        if way == "detached":
+            return lambda module, args, output: self.kept.append(output.detach())
+        return lambda module, args, output: self.kept.append(output)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        self.kept.clear()
+        BALANCING.clear()
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x)
+        loss = F.mse_loss(x, batch["y"])
+        if self.way == "detached":
+            return loss
+        values = [*self.kept.values()] if self.way == "a dict" else [*self.kept, *BALANCING]
+        return loss + 0.1 * sum(each.square().mean() for each in values)
+
+
+class NotFound(nn.Module):
+    """Reads what its blocks leave in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks: Any = nn.ModuleList(Block() for _ in range(4))
+        for block in self.blocks:
+            block.register_forward_hook(_leave_penalty)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x)
+        return F.mse_loss(x, batch["y"]) + 0.1 * sum(block.penalty for block in self.blocks)
+
+
+def _leave_penalty(block: Any, _: Any, output: Tensor) -> None:
+    block.penalty = output.square().mean()
+
+
+def hooked(run: Run, way: str) -> None:
+    run.train(Hooked(way))
+
+
+def not_found(run: Run) -> str:
+    """Return the notes of the error."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # trial runs call no hooks
+            run.train(NotFound())
+    except AttributeError as error:
+        return " ".join(error.__notes__)
+    return ""

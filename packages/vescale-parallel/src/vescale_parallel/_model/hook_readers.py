@@ -28,7 +28,7 @@ def read_by_hooks(model: nn.Module) -> dict[str, str]:
     inside = {id(module): fqn for fqn, module in model.named_modules()}
     for fqn, module in model.named_modules():
         for hook in hooks_of_users(module):
-            names, objects = _mentions(hook, _DEPTH)
+            names, objects = mentions(hook, _DEPTH)
             for owner in (module, *objects):
                 for name in _read(owner, names, named, inside):
                     found.setdefault(name, f"a hook of {fqn or 'the model'!r} may read it")
@@ -45,7 +45,7 @@ def modules_in_closures(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         for name, value in vars(each).items():
             if not isinstance(value, types.FunctionType | types.MethodType | functools.partial):
                 continue
-            for held in _mentions(value, _DEPTH)[1]:
+            for held in mentions(value, _DEPTH)[1]:
                 if isinstance(held, nn.Module) and id(held) not in inside and [*held.parameters()]:
                     yield f"{fqn}.{name}" if fqn else name, held
 
@@ -63,21 +63,21 @@ def _read(
                 yield name
 
 
-def _mentions(function: Any, depth: int) -> tuple[set[str], list[object]]:
+def mentions(function: Any, depth: int) -> tuple[set[str], list[object]]:
     """Return the names in a function's code, and the objects that it holds."""
     if isinstance(function, functools.partial):
         partial = cast("functools.partial[Any]", function)
-        names, objects = _mentions(partial.func, depth)
+        names, objects = mentions(partial.func, depth)
         return names, [*objects, *partial.args, *partial.keywords.values()]
     if isinstance(function, types.MethodType):
-        names, objects = _mentions(function.__func__, depth)
+        names, objects = mentions(function.__func__, depth)
         return names, [*objects, function.__self__]
     if not isinstance(function, types.FunctionType):
         call = inspect.getattr_static(type(function), "__call__", None)
         held = list(getattr(function, "__dict__", {}).values())
         if not isinstance(call, types.FunctionType) or depth == 0:
             return set(), held
-        names, objects = _mentions(call, depth - 1)
+        names, objects = mentions(call, depth - 1)
         return names, [*objects, function, *held]
     names = set(_names(function.__code__))
     objects: list[object] = list(function.__defaults__ or ())
@@ -86,7 +86,7 @@ def _mentions(function: Any, depth: int) -> tuple[set[str], list[object]]:
     objects += [function.__globals__[name] for name in names if name in function.__globals__]
     for inner in [each for each in objects if isinstance(each, types.FunctionType)]:
         if depth:
-            more, held = _mentions(inner, depth - 1)
+            more, held = mentions(inner, depth - 1)
             names, objects = names | more, [*objects, *held]
     return names, objects
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,7 +134,7 @@ class StageCalls:
         means = TokenMeans(num_parts, functools.partial(self._known_count, run, counts))
         args, kwargs = microbatch
         try:
-            with run.running(), hooks_where_real(self.staging.around, run), means:
+            with _explained(), run.running(), hooks_where_real(self.staging.around, run), means:
                 output = forward(*args, **kwargs)
         except StageDone as done:
             return done.activations
@@ -184,5 +185,19 @@ class StageCalls:
         values: ObservedValues | None = None,
     ) -> Any:
         run = StageRun.counting(self.num_blocks, values)
-        with run.running(), hooks_where_real(self.staging.around, run):
+        with _explained(), run.running(), hooks_where_real(self.staging.around, run):
             return run_counting(forward, microbatch, self.staging, run, self.device_type, mode)[0]
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Say what a stage does not have, where forward does not find something."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError) as error:
+        error.add_note(
+            "In a pipeline, what blocks of other stages or their hooks leave in attributes, lists "
+            "or dicts is not there for code of this stage. Return it from the block, add it up "
+            "from block to block as an argument, or use pipeline_parallel.size 1."
+        )
+        raise

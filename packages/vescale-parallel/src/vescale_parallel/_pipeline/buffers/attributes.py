@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._model.attributes import Attributes, Place, SeveralRuns
 from vescale_parallel._model.user_line import warn_at_user_line
+
+from .kept_by_hooks import kept_error, kept_for_forward
 
 
 class StageAttributes:
@@ -23,7 +26,7 @@ class StageAttributes:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None) -> None:
-        self._attributes, self._group = Attributes(model), group
+        self._attributes, self._model, self._group = Attributes(model), model, group
         self._calls: dict[object, int] = {}
         self._said = set[Place]()
 
@@ -35,8 +38,16 @@ class StageAttributes:
         """End it. Every rank must call this.
 
         Raises:
-            ValueError: If stages draw from generators that modules hold.
+            ValueError: If stages draw from generators that modules hold, or if forward reads
+                what hooks of blocks keep.
         """
+        is_first = not self._calls.get(form)
+        if self._group is not None and is_first and torch.is_grad_enabled():
+            kept: list[set[tuple[str, str]]] = gathered_objects(
+                kept_for_forward(self._model), (self._group,)
+            )
+            if found := sorted(set[tuple[str, str]]().union(*kept)):
+                raise ValueError(kept_error(*found[0]))
         runs.end()
         if self._group is None:
             return
