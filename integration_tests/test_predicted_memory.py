@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     GPT2Config,
@@ -35,9 +35,33 @@ DP, ZERO = "data_parallel.size", "data_parallel.zero_stage"
 ROWS, LENGTH, VOCABULARY = 4, 128, 2000
 
 
+class Adapted(nn.Module):
+    """A layer with a low-rank one beside it, which alone is trained (Hu et al. 2021, LoRA)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 8, bias=False)
+        self.up = nn.Linear(8, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
 def model_of(family: str) -> Any:
     torch.manual_seed(0)
     match family:
+        case "llama with adapters":
+            model = model_of("llama").requires_grad_(requires_grad=False)
+            for layer in model.model.layers:
+                for name in ("q_proj", "v_proj"):
+                    setattr(layer.self_attn, name, Adapted(getattr(layer.self_attn, name)))
+            return model
+        case "llama, its end trained":
+            model = model_of("llama").requires_grad_(requires_grad=False)
+            for trained in (model.model.layers[-1], model.model.norm, model.lm_head):
+                trained.requires_grad_(requires_grad=True)
+            return model
         case "llama":
             return LlamaForCausalLM(
                 LlamaConfig(
@@ -70,12 +94,29 @@ def batch_of(family: str, rows: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama with adapters", {DP: 1}),
+        ("llama with adapters", {DP: 8, ZERO: 1}),
+        ("llama with adapters", {DP: 8, ZERO: 2, "recompute": "full"}),
+        ("llama with adapters", {DP: 8, ZERO: 3}),
+        ("llama, its end trained", {DP: 1}),
+        ("llama, its end trained", {DP: 8, ZERO: 2}),
+    ],
+)
+def test_frozen_parameters_have_no_gradients_and_no_states(
+    kind: str, said: dict[str, Any]
+) -> None:
+    check(kind, said)
+
+
 def measured(family: str, plan: ParallelPlan) -> int:
     """Return the most bytes that are given out at once in a second step."""
     gc.collect()  # what an earlier call was given would be given back in this one
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         model = vescale.parallelize(plan, model_of(family))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-4)
         in_parts = plan.batch.gradient_accumulation > 1
         batch = batch_of(family, ROWS)
         for index in range(2):
@@ -125,6 +166,10 @@ def _changes(seen: Any) -> Iterator[int]:
 def test_predicted_memory_is_what_the_allocator_gives_out(
     family: str, said: dict[str, Any]
 ) -> None:
+    check(family, said)
+
+
+def check(family: str, said: dict[str, Any]) -> None:
     plan = with_constraints(ParallelPlan(), {"batch.global_size": ROWS * said[DP], **said})
     cluster = Cluster.preset("cpu")
     example = batch_of(family, ROWS)

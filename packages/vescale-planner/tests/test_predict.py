@@ -48,6 +48,33 @@ def test_a_generated_plan_reports_what_is_predicted_of_it() -> None:
         assert found.breakdown.total == pytest.approx(found.step_seconds)
 
 
+def test_frozen_parameters_have_no_states_and_no_gradients() -> None:
+    plan = ParallelPlan()
+    whole = predict(Blocks(), plan, H100, example_batch=BATCH).memory[0]
+    model = Blocks()
+    for layer in model.layers[:3]:
+        layer.requires_grad_(requires_grad=False)
+    found = predict(model, plan, H100, example_batch=BATCH).memory[0]
+    assert found.parameters == whole.parameters
+    assert found.optimizer == whole.optimizer / 4
+    assert found.gradients == whole.gradients / 4
+
+
+def test_backward_ends_at_the_first_trained_parameter() -> None:
+    def products(*trained: int) -> float:
+        model = Blocks()
+        for index, layer in enumerate(model.layers):
+            layer.requires_grad_(index in trained)
+        plan = ParallelPlan(batch=Batch(global_size=2**16))  # flops, and not reading parameters
+        found = predict(model, plan, H100, example_batch=BATCH)
+        return found.breakdown.matrix_products
+
+    whole = products(0, 1, 2, 3)
+    # Forward of four, and gradients of inputs and of parameters: of four each.
+    assert products(3) == pytest.approx((4 + 2) / 12 * whole)
+    assert products(0) == pytest.approx((4 + 4 + 1) / 12 * whole)
+
+
 def test_a_prediction_is_json() -> None:
     found = predict(Blocks(), ParallelPlan(), "h100", example_batch=BATCH)
     assert Prediction.from_json(found.to_json()) == found

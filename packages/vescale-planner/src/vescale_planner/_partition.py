@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vescale_parallel import PartCost, StagePlacement, StageRule, balanced_starts
@@ -38,6 +38,8 @@ class LocalPart:
         expert_share: As ``share``, of its experts' bytes alone.
         gathered_bytes: What its norms are called with around which it is gathered, for one row.
         is_tied: Whether the first stage has its parameters, too, and steps them.
+        trained_share: As ``share``, of the parameters that are trained.
+        has_backward: Whether something is trained in it, or before it.
     """
 
     part: Part
@@ -51,35 +53,60 @@ class LocalPart:
     expert_share: float = 0.0
     gathered_bytes: float = 0.0
     is_tied: bool = False
+    trained_share: float = 0.0
+    has_backward: bool = True
 
     @cached_property
     def nbytes(self) -> float:
         """Parameter bytes of one rank."""
-        return self._held(self.part.nbytes, lambda p: p.nbytes)
+        return self._held(self.part.parameters, self.share, lambda p: p.nbytes)
 
     @cached_property
     def numel(self) -> float:
         """Parameter elements of one rank."""
-        return self._held(self.part.numel, lambda p: p.numel)
+        return self._held(self.part.parameters, self.share, lambda p: p.numel)
 
-    def _held(self, total: float, size_of: Callable[[ParameterSize], float]) -> float:
-        """Return what one rank has of all its parameters together, by their sizes."""
-        whole = total * _cut(self.share, self.tp)
+    @cached_property
+    def trained_bytes(self) -> float:
+        """Of ``nbytes``, those of parameters that are trained."""
+        if len(self.part.trained) == len(self.part.parameters):
+            return self.nbytes
+        return self._held(self.part.trained, self.trained_share, lambda p: p.nbytes)
+
+    @cached_property
+    def trained_numel(self) -> float:
+        """Of ``numel``, those of parameters that are trained."""
+        if len(self.part.trained) == len(self.part.parameters):
+            return self.numel
+        return self._held(self.part.trained, self.trained_share, lambda p: p.numel)
+
+    def _held(
+        self,
+        parameters: Sequence[ParameterSize],
+        share: float,
+        size_of: Callable[[ParameterSize], float],
+    ) -> float:
+        """Return what one rank has of some of its parameters together, by their sizes."""
+        whole = sum(map(size_of, parameters)) * _cut(share, self.tp)
         if self.ep == 1:
             return whole
-        elsewhere = sum(size_of(p) * p.elsewhere(self.ep) for p in self.part.parameters)
+        elsewhere = sum(size_of(p) * p.elsewhere(self.ep) for p in parameters)
         return whole - elsewhere * _cut(self.expert_share, self.tp)
 
     @cached_property
     def experts_here(self) -> float:
-        """Of those, the ones of experts."""
-        here = sum(p.numel * (1 - p.elsewhere(self.ep)) for p in self.part.experts)
-        return here * _cut(self.expert_share, self.tp)
+        """Of ``numel``, those of experts."""
+        return self._of_experts(self.part.experts)
 
     @property
     def expert_numel(self) -> float:
-        """Of those, the ones that other ranks do not have; 0 if all have them."""
-        return self.experts_here if self.ep > 1 else 0.0
+        """Of ``trained_numel``, those of experts that other ranks do not have."""
+        trained = [each for each in self.part.experts if each.is_trained]
+        return self._of_experts(trained) if self.ep > 1 else 0.0
+
+    def _of_experts(self, parameters: Sequence[ParameterSize]) -> float:
+        here = sum(p.numel * (1 - p.elsewhere(self.ep)) for p in parameters)
+        return here * _cut(self.expert_share, self.tp)
 
     @cached_property
     def products(self) -> float:
@@ -147,11 +174,13 @@ class LocalPart:
         handed = part.output_bytes, part.input_bytes, part.width, part.keys_bytes
         how = (
             self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut,
-            self.gathered_bytes, part.widest_bytes, self.is_tied,
+            self.gathered_bytes, part.widest_bytes, self.is_tied, self.has_backward,
+            self.trained_bytes, part.trained_share(of_experts=False),
         )  # fmt: skip
         if part.experts:
             sent = part.sent_bytes, part.num_exchanges, self.expert_share, self.experts_here
             how = (*how, self.ep, *sent, part.routed_rows, self.expert_width)
+            how = (*how, part.trained_share(of_experts=True))
         return (*sizes, *handed, *how)
 
     @property
@@ -193,7 +222,8 @@ class PipelineRank:
     @cached_property
     def numbers(self) -> tuple[object, ...]:
         """All that its price depends on besides its place."""
-        return (*((part.numbers, count) for part, count in self.kinds), self.unit_bytes)
+        units = self.unit_bytes, self.trained_bytes
+        return (*((part.numbers, count) for part, count in self.kinds), *units)
 
     @cached_property
     def numel(self) -> float:
@@ -202,7 +232,7 @@ class PipelineRank:
 
     @cached_property
     def expert_numel(self) -> float:
-        """Of those, the ones of experts that ranks share."""
+        """Of those that are trained, the ones of experts that ranks share."""
         return sum(part.expert_numel for part in self.distinct)
 
     @cached_property
@@ -211,9 +241,30 @@ class PipelineRank:
         return sum(self.unit_bytes)
 
     @cached_property
+    def trained_numel(self) -> float:
+        """Of the elements, those of parameters that are trained."""
+        return sum(part.trained_numel for part in self.distinct)
+
+    @cached_property
+    def trained_bytes(self) -> float:
+        """Of the bytes, those of parameters that are trained."""
+        return sum(part.trained_bytes for part in self.distinct)
+
+    @cached_property
     def stepped_bytes(self) -> float:
         """Of those, the ones that its optimizer has."""
-        return self.nbytes - sum(part.nbytes for part in self.parts if part.is_tied)
+        return self.trained_bytes - sum(p.trained_bytes for p in self.parts if p.is_tied)
+
+    @cached_property
+    def trained_blocks(self) -> tuple[float, ...]:
+        """Bytes of what is trained of every block, the most first."""
+        sizes = (part.trained_bytes for part in self.distinct if part.is_block)
+        return tuple(sorted(sizes, reverse=True))
+
+    @cached_property
+    def trained_outside(self) -> float:
+        """Bytes of what is trained and in no block."""
+        return sum(part.trained_bytes for part in self.distinct if not part.is_block)
 
     @cached_property
     def block_bytes(self) -> tuple[float, ...]:
@@ -264,24 +315,31 @@ def local_parts(
     """
     parts = workload.parts
     found: list[LocalPart] = []
+    has_backward = False
     for index, part in enumerate(parts):
         is_block = 0 < index < len(parts) - 1
         # An output layer with tied weights owns nothing and computes with them.
         counted = part.parameters + (workload.tied if index == len(parts) - 1 else ())
-        total = sum(each.nbytes for each in counted)
-        cut = sum(each.nbytes for each in counted if each.fqn in sharded.parameters)
+        share = _share_cut(counted, sharded)
         # A model without blocks is one part, whose activations are cut like a block's.
         whole = not workload.blocks and index == 0
-        share = cut / total if total else 0.0
-        experts = [each for each in counted if each.num_experts]
-        cut = sum(each.nbytes for each in experts if each.fqn in sharded.parameters)
-        expert_share = cut / sum(each.nbytes for each in experts) if experts else 0.0
+        expert_share = _share_cut([each for each in counted if each.num_experts], sharded)
+        trained = [each for each in counted if each.is_trained]
+        has_backward = has_backward or bool(trained)
         is_last = index == len(parts) - 1
         keeps_cut = is_last and cut_logits and share > 0
         gathered = sum(nbytes for fqn, nbytes in part.norm_bytes if fqn in sharded.gathered)
         how = is_block or whole, sequence, is_last, keeps_cut, ep, expert_share, gathered
-        found.append(LocalPart(part, share, tp, *how))
+        trained_share = _share_cut(trained, sharded)
+        found.append(LocalPart(part, share, tp, *how, False, trained_share, has_backward))
     return tuple(found)
+
+
+def _share_cut(parameters: Sequence[ParameterSize], sharded: Sharded) -> float:
+    """Return which part of some parameters' bytes is cut."""
+    total = sum(each.nbytes for each in parameters)
+    cut = sum(each.nbytes for each in parameters if each.fqn in sharded.parameters)
+    return cut / total if total else 0.0
 
 
 def pipeline_ranks(
@@ -305,7 +363,8 @@ def pipeline_ranks(
             owned.append(parts[-1])
         if stage == last and last > 0 and workload.tied:
             twice = Part(parameters=workload.tied)
-            owned.append(LocalPart(twice, parts[-1].share, parts[-1].tp, False, is_tied=True))
+            held = replace(parts[-1], part=twice, sequence=False, is_last=False, keeps_cut=False)
+            owned.append(replace(held, ep=1, gathered_bytes=0.0, is_tied=True))
         stages.append(tuple(owned))
     return tuple(
         PipelineRank(tuple(stages[stage] for stage in placement.stages_of(rank)))

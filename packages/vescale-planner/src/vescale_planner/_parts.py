@@ -23,6 +23,7 @@ class ParameterSize:
     """One parameter: its name, what it takes, and the shorter and the longer side of a matrix.
 
     ``num_experts`` is among how many experts it is, or of how many it has a part; 0 of no expert.
+    ``is_trained`` is whether it requires a gradient.
     """
 
     fqn: str
@@ -31,6 +32,7 @@ class ParameterSize:
     width: int = 0
     length: int = 0
     num_experts: int = 0
+    is_trained: bool = True
 
     def elsewhere(self, ranks: int) -> float:
         """Return which part of it other ranks have, of those that share experts: of the fullest.
@@ -94,6 +96,17 @@ class Part:
     def nbytes(self) -> int:
         """Parameter bytes."""
         return sum(parameter.nbytes for parameter in self.parameters)
+
+    @cached_property
+    def trained(self) -> tuple[ParameterSize, ...]:
+        """Those of its parameters that require a gradient."""
+        return tuple(each for each in self.parameters if each.is_trained)
+
+    def trained_share(self, *, of_experts: bool) -> float:
+        """Return which part of its matrices' elements is trained; 1 of none."""
+        matrices = [p for p in self.parameters if p.width and bool(p.num_experts) == of_experts]
+        numel = sum(each.numel for each in matrices)
+        return sum(p.numel for p in matrices if p.is_trained) / numel if numel else 1.0
 
     @cached_property
     def width(self) -> float:
@@ -169,7 +182,9 @@ def ownership(
         nbytes = parameter.numel() * parameter.element_size()
         width, length = sorted(parameter.shape[-2:]) if parameter.dim() > 1 else (0, 0)
         among = experts.get(fqn, 0)
-        sized = ParameterSize(fqn, parameter.numel(), nbytes, width, length, among)
+        sized = ParameterSize(
+            fqn, parameter.numel(), nbytes, width, length, among, parameter.requires_grad
+        )
         if id(parameter) not in homes:
             homes[id(parameter)] = home
             parts[home].append(sized)

@@ -162,7 +162,7 @@ def step_costs(
         bubble=_bubble(columns, whole, busy.max(axis=0), cluster.alone_speed),
         hand_over=_hand_over(columns, ranks, cluster) * columns.parts,
         data_parallel=data_parallel.max(axis=0),
-        optimizer=max(rank.nbytes for rank in kinds) / columns.state_shard
+        optimizer=max(rank.stepped_bytes for rank in kinds) / columns.state_shard
         * (3 + 2 * numerics.states) / cluster.reached_memory_bytes_per_second,
     )  # fmt: skip
 
@@ -196,11 +196,16 @@ def _of_part(part: LocalPart, columns: Columns, cluster: Cluster, numerics: Nume
     )
 
 
-def _passes(columns: Columns, p: LocalPart) -> Values:
-    """Return forwards that a part takes: backward is two, recomputation one."""
-    if p.is_block:
-        return columns.passes_of_block.astype(np.float64)
-    return np.full(len(columns.rows), 3.0)
+def _passes(columns: Columns, p: LocalPart, trained: float = 1.0) -> Values:
+    """Return forwards that a part takes: backward is two, recomputation one.
+
+    Backward is one for gradients of inputs, and one for those of parameters as far as these are
+    ``trained``. There is none of what no gradient comes to.
+    """
+    if not p.has_backward:
+        return np.ones(len(columns.rows))
+    passes = columns.passes_of_block if p.is_block else np.full(len(columns.rows), 3)
+    return passes - 1 + trained
 
 
 def _compute(
@@ -216,17 +221,21 @@ def _compute(
     rows, passes = columns.rows_of_part, _passes(columns, p)
     peak, memory = cluster.flops_per_second_of(itemsize), cluster.reached_memory_bytes_per_second
 
-    def products(flops: Values, numel: float, width: float) -> Values:
+    def products(flops: Values, numel: float, width: float, *, of_experts: bool) -> Values:
+        times = _passes(columns, p, p.part.trained_share(of_experts=of_experts))
         reached = peak * cluster.efficiency * shape_efficiency(width, cluster.half_width)
-        return np.maximum(passes * flops / reached, passes * numel * itemsize / memory)
+        return np.maximum(times * flops / reached, times * numel * itemsize / memory)
 
     if p.expert_flops:
-        matrix = products(rows * p.products, p.numel - p.experts_here, p.part.width)
-        matrix = matrix + products(_expert_flops(p, rows), p.experts_here, p.expert_width)
+        outside, experts = p.numel - p.experts_here, p.experts_here
+        matrix = products(rows * p.products, outside, p.part.width, of_experts=False)
+        of_rows = _expert_flops(p, rows)
+        matrix = matrix + products(of_rows, experts, p.expert_width, of_experts=True)
     else:  # none, or nobody saw which rows they are called with
-        matrix = products(rows * p.products, p.numel, p.part.width or p.expert_width)
-    again = passes - 3
-    attention = (1 + _ATTENTION_BACKWARD + again) * rows * p.attention_flops
+        width = p.part.width or p.expert_width
+        matrix = products(rows * p.products, p.numel, width, of_experts=not p.part.width)
+    backward = _ATTENTION_BACKWARD if p.has_backward else 0.0
+    attention = (np.maximum(passes - 2, 1) + backward) * rows * p.attention_flops
     attention /= peak * cluster.attention_efficiency
     moved = (passes + 1) * rows * p.saved_bytes / memory
     starting = passes * (_OPERATORS * cluster.launch_seconds if p.is_block else 0.0)

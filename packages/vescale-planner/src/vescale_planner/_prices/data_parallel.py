@@ -91,15 +91,17 @@ def _gather_and_reduce(
     without ZeRO alone. Experts are in collectives of their own.
     """
     layout, shard, first = columns.layout, columns.shard, columns.first
-    numel = of_each(ranks, lambda owned: owned.numel)
+    trained = of_each(ranks, lambda owned: owned.trained_numel)
     experts = of_each(ranks, lambda owned: owned.expert_numel)
-    sent = numel * numerics.compute_itemsize
+    # Stages 1 and 2 gather what a step has changed.
+    every = of_each(ranks, lambda owned: owned.numel)
+    sent = np.where(columns.zero_stage == 3, every, trained) * numerics.compute_itemsize
     itemsize = numerics.reduce_itemsize or numerics.compute_itemsize
     scatter = exchange if first.reduction == "ordered" else all_gather
     group = Group(shard, columns.stride_of_shards)
     both = units + of_each(ranks, lambda owned: sum(p.expert_numel > 0 for p in owned.distinct))
     gather = np.where(shard > 1, all_gather(sent, group, cluster, messages=both), 0.0)
-    summed = numel * itemsize
+    summed = trained * itemsize
     reduce = np.where(shard > 1, scatter(summed, group, cluster, messages=both), 0.0)
 
     def of_copies(nbytes: Values, copies: Counts, stride: Counts, messages: Values) -> Values:
@@ -129,7 +131,7 @@ def _gather_of_copies(
     shard = columns.shard
     if not columns.shares_state.any():
         return np.zeros(len(shard))
-    sent = of_each(ranks, lambda owned: owned.numel) * numerics.compute_itemsize / shard
+    sent = of_each(ranks, lambda owned: owned.trained_numel) * numerics.compute_itemsize / shard
     replicas = Group(columns.replicate, columns.layout.tp * shard)
     gathered = all_gather(sent, replicas, cluster, messages=units)
     return np.where(columns.shares_state, gathered, 0.0)

@@ -26,7 +26,7 @@ def gradients_of(
         numerics: Dtypes, and whether buffers are kept.
         all_in_flight: Whether all micro-batches of a step are, before the first has its backward.
     """
-    nbytes = of_each(owned, lambda own: own.nbytes)
+    nbytes = of_each(owned, lambda own: own.trained_bytes)
     shard = nbytes / columns.state_shard
     sent, received = _buffers(columns, owned)
     # In rank order a row of each rank arrives; a backend's own sum is of this rank's row.
@@ -41,8 +41,8 @@ def gradients_of(
     # Those of micro-batches are added up, by ZeRO 2 and 3 outside of pipelines in shards, but of
     # what is in no block.
     scatters = (columns.zero_stage >= 2) & (columns.layout.pp == 1 or not numerics.sums_first)
-    outside = of_each(owned, lambda own: own.outside_bytes)
-    blocks = of_each(owned, lambda own: max(own.block_bytes, default=0.0))
+    outside = of_each(owned, lambda own: own.trained_outside)
+    blocks = of_each(owned, lambda own: max(own.trained_blocks, default=0.0))
     in_shards = shard + outside * (1 - 1 / columns.state_shard) + blocks * (1 + rows)
     summed = np.where(scatters, in_shards, nbytes)
     before = np.where(all_in_flight, 0.0, summed)
@@ -70,9 +70,9 @@ def _buffers(columns: Columns, owned: Sequence[PipelineRank]) -> tuple[Values, V
     What arrives, in rank order, is as large as the larger of both. Two ranks sum whole gradients
     in place, as do all that leave the order to the backend.
     """
-    blocks = of_each(owned, lambda own: max(own.block_bytes, default=0.0))
-    again = of_each(owned, lambda own: sum(own.block_bytes[1:2]))
-    outside = of_each(owned, lambda own: own.outside_bytes)
+    blocks = of_each(owned, lambda own: max(own.trained_blocks, default=0.0))
+    again = of_each(owned, lambda own: sum(own.trained_blocks[1:2]))
+    outside = of_each(owned, lambda own: own.trained_outside)
     sent = np.where(columns.zero_stage == 1, again, 0.0) + blocks + outside
     largest, num_ranks = np.maximum(blocks, outside), columns.layout.dp * columns.layout.cp
     sharded = (columns.zero_stage > 0) & (num_ranks > 1)
