@@ -10,7 +10,13 @@ from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
 from vescale_planner._candidates import Candidate, Rows, candidates
 from vescale_planner._layouts import Layout, layouts
-from vescale_planner._partition import PipelineRank, Sharded, local_parts, pipeline_ranks
+from vescale_planner._partition import (
+    LocalPart,
+    PipelineRank,
+    Sharded,
+    local_parts,
+    pipeline_ranks,
+)
 from vescale_planner._parts import ParameterSize, Part
 from vescale_planner._prices.activations import passes_in_flight
 from vescale_planner._prices.columns import Numerics
@@ -155,7 +161,8 @@ def test_parameters_divide_by_tensor_and_pipeline_parallelism() -> None:
         assert found.optimizer == pytest.approx(whole.optimizer / 4)
 
 
-@pytest.mark.parametrize(("sequence", "factor"), [(False, 24 / 34 / 4 + 10 / 34), (True, 1 / 4)])
+# Of what these blocks keep, six hidden states are 0.06.
+@pytest.mark.parametrize(("sequence", "factor"), [(False, 0.94 / 4 + 0.06), (True, 1 / 4)])
 def test_a_cut_sequence_divides_all_activations(sequence: bool, factor: float) -> None:
     candidate = _candidate(tp=4)
     found = peak_memory(
@@ -165,6 +172,11 @@ def test_a_cut_sequence_divides_all_activations(sequence: bool, factor: float) -
         output_bytes=0.0,
     )
     assert found.activations == pytest.approx(8e9 * 8 * factor)
+
+
+def test_norms_and_residuals_keep_five_of_seventeen_hidden_states_whole() -> None:
+    part = Part(saved_bytes=34.0, output_bytes=2.0)
+    assert LocalPart(part, 1.0, 4, is_block=True).saved_bytes == pytest.approx(24 / 4 + 10)
 
 
 def test_a_cut_sequence_divides_what_recomputation_keeps_and_stages_hand_over() -> None:

@@ -124,6 +124,19 @@ def _cost(
     return step_cost(candidate, ranks, cluster, numerics=numerics)
 
 
+def test_processors_start_operators_between_computing() -> None:
+    ahead = replace(PLAIN, launch_seconds=1e-5)
+    between = replace(ahead, runs_ahead=False)
+    # 50 operators of each of 4 blocks, in three passes.
+    assert _cost(_candidate(), cluster=ahead).step == _cost(_candidate()).step
+    added = _cost(_candidate(), cluster=between).step - _cost(_candidate()).step
+    assert added == pytest.approx(4 * 3 * 50 * 1e-5)
+    # A stage of a pipeline has its own, of every micro-batch.
+    piped = _candidate(pp=2, microbatches=4, rows=4)
+    costs = [_cost(piped, cluster=each) for each in (PLAIN, between)]
+    assert costs[1].compute - costs[0].compute == pytest.approx(4 * (2 * 3 * 50 + 350) * 1e-5)
+
+
 @pytest.mark.parametrize(("recompute", "gathers"), [("none", 2), ("full", 3)])
 def test_norms_over_sharded_features_are_gathered_around_in_every_pass(
     recompute: Literal["none", "full"], gathers: int

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 from vescale_parallel import PartCost, StagePlacement, StageRule, balanced_starts
 
 from ._parts import ParameterSize, Part
 from ._workload import Workload
+
+_SizeOf = Callable[[ParameterSize], float]
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,7 @@ class LocalPart:
             return self.numel
         return self._held(self.part.trained, self.trained_share, lambda p: p.numel)
 
-    def _held(
-        self,
-        parameters: Sequence[ParameterSize],
-        share: float,
-        size_of: Callable[[ParameterSize], float],
-    ) -> float:
+    def _held(self, parameters: Sequence[ParameterSize], share: float, size_of: _SizeOf) -> float:
         """Return what one rank has of some of its parameters together, by their sizes."""
         whole = sum(map(size_of, parameters)) * _cut(share, self.tp)
         if self.ep == 1:
@@ -149,12 +147,14 @@ class LocalPart:
         """Kept for backward, for one row.
 
         Of 34 bytes a token and hidden element 10 are norms, residuals and the inputs of cut
-        layers, which only sequence parallelism cuts (Korthikanti et al. 2022).
+        layers, which only sequence parallelism cuts (Korthikanti et al. 2022): six hidden states
+        at most, three by each norm.
         """
         if not self.is_block:
             return self.part.saved_bytes / (self.tp if self.keeps_cut else 1)
-        inside = 24 / 34 * _cut(self.share, self.tp)
-        return self.part.saved_bytes * (inside + 10 / 34 / self._handed_parts)
+        whole = min(10 / 34 * self.part.saved_bytes, 6 * self.part.output_bytes)
+        inside = (self.part.saved_bytes - whole) * _cut(self.share, self.tp)
+        return inside + whole / self._handed_parts
 
     @cached_property
     def widest_bytes(self) -> float:
@@ -179,8 +179,8 @@ class LocalPart:
         )  # fmt: skip
         if part.experts:
             sent = part.sent_bytes, part.num_exchanges, self.expert_share, self.experts_here
-            how = (*how, self.ep, *sent, part.routed_rows, self.expert_width)
-            how = (*how, part.trained_share(of_experts=True))
+            sent = *sent, part.routed_rows, self.expert_width, part.trained_share(of_experts=True)
+            how = (*how, self.ep, *sent)
         return (*sizes, *handed, *how)
 
     @property
@@ -222,8 +222,8 @@ class PipelineRank:
     @cached_property
     def numbers(self) -> tuple[object, ...]:
         """All that its price depends on besides its place."""
-        units = self.unit_bytes, self.trained_bytes
-        return (*((part.numbers, count) for part, count in self.kinds), *units)
+        kinds = ((part.numbers, count) for part, count in self.kinds)
+        return (*kinds, self.unit_bytes, self.trained_bytes)
 
     @cached_property
     def numel(self) -> float:
@@ -233,7 +233,7 @@ class PipelineRank:
     @cached_property
     def expert_numel(self) -> float:
         """Of those that are trained, the ones of experts that ranks share."""
-        return sum(part.expert_numel for part in self.distinct)
+        return sum(p.expert_numel for p in self.distinct)
 
     @cached_property
     def nbytes(self) -> float:
@@ -354,8 +354,7 @@ def pipeline_ranks(
     """
     first, last = 0, len(starts) - 1
     stages: list[tuple[LocalPart, ...]] = []
-    for stage, start in enumerate(starts):
-        end = starts[stage + 1] if stage < last else len(workload.blocks)
+    for stage, (start, end) in enumerate(pairwise([*starts, len(workload.blocks)])):
         owned = list(parts[1 + start : 1 + end])
         if stage == first:
             owned.insert(0, parts[0])

@@ -61,7 +61,7 @@ class Cluster:
         nics_per_node: Network cards of a node, which its ranks share evenly; 0 for one a rank.
         intra_latency_seconds: Of one message inside a node.
         inter_latency_seconds: Of one message to another node.
-        launch_seconds: To start one operator.
+        launch_seconds: To start one operator, in forward or half of its backward.
         efficiency: Part of ``flops_per_second`` that large matrix products reach.
         attention_efficiency: Likewise of attention, counted over all scores, masked ones too.
         memory_efficiency: Part of ``memory_bytes_per_second`` that element-wise operators reach.
@@ -77,6 +77,8 @@ class Cluster:
             depending on the stack.
         keeps_buffers: Whether what gradients are sent from, and arrive in, stays between steps. On
             processors it does: the C library splits what is freed.
+        runs_ahead: Whether operators are started while others compute. On processors each is
+            started when the one before is through, so that starting them adds to every step.
 
     Example:
         >>> Cluster.preset("h200").ranks_per_node
@@ -105,6 +107,7 @@ class Cluster:
     alone_speed: float = 1.0
     fragmentation: float = 1.08
     keeps_buffers: bool = False
+    runs_ahead: bool = True
 
     def __post_init__(self) -> None:
         peaks: Any = self.flops_per_second
@@ -267,7 +270,7 @@ def _of_record(record: Any, where: str) -> Cluster:
     for name, value in values.items():
         if name == "flops_per_second":
             values[name] = {int(size): float(rate) for size, rate in dict(value).items()}
-        elif name not in {"name", "keeps_buffers"}:
+        elif name not in {"name", "keeps_buffers", "runs_ahead"}:
             values[name] = _number(value, name, where)
     if preset is not None:
         return replace(Cluster.preset(preset), **values)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 # Rows and columns of what is multiplied: narrow, usual and wide.
@@ -121,13 +121,13 @@ def _element_wise(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _launch(device: torch.device) -> float:
-    x = torch.ones(16, device=device)
-
-    def several() -> None:
-        for _ in range(100):
-            x.add_(1.0)
-
-    return _seconds(several, device) / 100
+    """Return the time to start an operator of a block, as it is called and differentiated."""
+    width, layers = 8, 20
+    kinds = (nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU())
+    block = nn.Sequential(*kinds * layers).to(device)
+    x = torch.ones(1, width, device=device, requires_grad=True)
+    taken = _seconds(lambda: block(x).sum().backward(), device)
+    return taken / (3 * len(kinds) * layers)  # backward is two
 
 
 def _alone_speed(device: torch.device) -> float:

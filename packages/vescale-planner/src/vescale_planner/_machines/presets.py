@@ -118,5 +118,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "memory_efficiency": 1.0,
         "fragmentation": 1.0,
         "keeps_buffers": True,
+        "runs_ahead": False,
     },
 }

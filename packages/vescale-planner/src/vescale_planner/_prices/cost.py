@@ -29,6 +29,9 @@ from .expert_parallel import dispatches
 
 # Operators of one block's forward, for the time that starting them takes.
 _OPERATORS = 50
+# As many operators take what a stage of a pipeline does around its forward and backward of a
+# micro-batch, to send and receive among others: 2.5 ms where an operator took 7 us.
+_OPERATORS_OF_PASS = 350
 # Backward of fused attention computes the scores again (Dao 2023): five products for two.
 _ATTENTION_BACKWARD = 2.5
 # Rows of a result that kernels of grouped products compute at once: CUTLASS's and DeepGEMM's.
@@ -149,6 +152,8 @@ def step_costs(
         alike[rank.numbers] = first, count + 1
     kinds = [rank for rank, _ in alike.values()]
     spent = _of_micro_batch(kinds, columns, cluster, numerics)
+    if columns.layout.pp > 1 and not cluster.runs_ahead:
+        spent[2] += columns.first.virtual_stages * _OPERATORS_OF_PASS * cluster.launch_seconds
     compute = spent[0] + spent[1] + spent[2]
     busy = compute + (spent[3] + spent[4] + spent[5])  # (kinds, candidates)
     whole: Values = np.zeros_like(busy[0])
@@ -204,8 +209,9 @@ def _passes(columns: Columns, p: LocalPart, trained: float = 1.0) -> Values:
     """
     if not p.has_backward:
         return np.ones(len(columns.rows))
-    passes = columns.passes_of_block if p.is_block else np.full(len(columns.rows), 3)
-    return passes - 1 + trained
+    if not p.is_block:
+        return np.full(len(columns.rows), 2 + trained)
+    return columns.passes_of_block.astype(np.float64) - 1 + trained
 
 
 def _compute(
@@ -216,7 +222,8 @@ def _compute(
     Products are the roofline of their flops and of reading parameters once a pass (Williams et
     al. 2009), those of experts apart: of them a token is multiplied by few, and all are read.
     Element-wise operators run before and after them, not beside: they write activations
-    and read them, in each direction. Nothing is faster than starting its operators.
+    and read them, in each direction. Nothing is faster than starting its operators, which on
+    processors nothing else hides.
     """
     rows, passes = columns.rows_of_part, _passes(columns, p)
     peak, memory = cluster.flops_per_second_of(itemsize), cluster.reached_memory_bytes_per_second
@@ -239,6 +246,8 @@ def _compute(
     attention /= peak * cluster.attention_efficiency
     moved = (passes + 1) * rows * p.saved_bytes / memory
     starting = passes * (_OPERATORS * cluster.launch_seconds if p.is_block else 0.0)
+    if not cluster.runs_ahead:
+        return matrix, attention, moved + starting
     return matrix, attention, np.maximum(moved, starting - matrix - attention)
 
 
