@@ -122,10 +122,8 @@ def dispatch(
             return _followed(func, args, kwargs, result) if aliases else result
         _plans[tuple(key)] = plan
     if isinstance(plan, LocalCall):
-        if kwargs:
-            result = plan.function(*locals_, **dict(zip(kwargs, named_locals, strict=True)))
-        else:
-            result = plan.function(*locals_)
+        named = dict(zip(kwargs, named_locals, strict=True)) if kwargs else {}
+        result = plan.function(*locals_, **named)
         if plan.layout is None:
             result = plan.finish(args, kwargs, result)
         else:
