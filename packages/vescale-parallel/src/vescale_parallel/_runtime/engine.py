@@ -31,8 +31,9 @@ from vescale_parallel._torch_private import is_in_backward, is_transformed, pytr
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
 from .cast_inputs import with_cast_inputs
+from .compared.passes import ComparedPasses
 from .compared.same_inputs import SameInputs
-from .outside import KnownModules, read_in, refuse_trainers
+from .outside import KnownModules, explain_gradients, read_in, refuse_trainers
 
 Args = tuple[Any, ...]
 Named = dict[str, Any]
@@ -64,6 +65,7 @@ class Engine:
         rng: Random numbers in forward.
         logits: Those that stay cut by vocabulary.
         losses: What may be a loss, among what calls return.
+        compared: What the loop does that is the same on all data-parallel ranks, or wrong.
         pipeline: Runs a step's schedule; None without stages.
         accumulation: Runs a step's micro-batches without stages; None for one.
         input_dtype: Of floating-point inputs in forward; None for their own.
@@ -85,6 +87,7 @@ class Engine:
     rng: ShardedRng
     logits: DistributedLogits
     losses: ReturnedLosses
+    compared: ComparedPasses
     pipeline: PipelineStep | None
     accumulation: AccumulatedStep | None = None
     input_dtype: torch.dtype | None = None
@@ -162,6 +165,7 @@ class Engine:
                     self.parameters.rows_are_coupled = True
                 self.parameters.writes.is_known = coupling.is_written if coupling.written else None
                 num_rows = coupling.num_rows(args, kwargs)
+                self.compared.beside.num_rows = num_rows
                 if self.pipeline is not None:
                     with self.rng.of_call(model, args, kwargs, num_rows):
                         output = self.pipeline.run(forward, args, kwargs, coupling)
@@ -173,6 +177,9 @@ class Engine:
                 forward = ends.with_inputs(forward, args, kwargs)
                 with self.rng.of_call(model, args, kwargs, num_rows):
                     return ends.results(self._call_directly(forward, args, kwargs, num_rows))
+        except RuntimeError as error:
+            explain_gradients(error, self.parameters.params_of_blocks)
+            raise
         finally:
             self.is_running = False
             self.parameters.end_forward()
@@ -212,7 +219,7 @@ class Engine:
         if ranks.num_parts == 1:  # every rank has the whole batch, and its loss
             return forward(*args, **kwargs)
         means = TokenMeans(ranks.size, lambda _, count: ranks.total(count))
-        inputs = InputsOfMeans(ranks.num_parts)
+        inputs = InputsOfMeans(ranks.num_parts, self.compared.factors.note)
         coupling = self.rows.coupling
         if ranks.num_parts == ranks.size and torch.is_grad_enabled():
             rows = coupling.rows_of(args, kwargs)

@@ -11,7 +11,6 @@ from torch import Tensor
 from vescale_dtensor.random import RandomOperator, random_operator
 from vescale_parallel._torch_private import TorchDispatchMode
 
-
 _PERMUTATIONS = {torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator}
 
 
