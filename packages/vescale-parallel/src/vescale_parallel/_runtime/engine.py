@@ -166,6 +166,7 @@ class Engine:
                 self.parameters.writes.is_known = coupling.is_written if coupling.written else None
                 num_rows = coupling.num_rows(args, kwargs)
                 self.compared.beside.num_rows = num_rows
+                self.compared.drawn.see(args, kwargs, coupling.rows_of(args, kwargs))
                 if self.pipeline is not None:
                     with self.rng.of_call(model, args, kwargs, num_rows):
                         output = self.pipeline.run(forward, args, kwargs, coupling)

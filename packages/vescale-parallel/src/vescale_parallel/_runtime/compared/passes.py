@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from .drawn_alike import DrawnAlike
 from .first_passes import FirstPasses
 from .loss_factors import LossFactors
 from .plain_operands import PlainOperands
@@ -19,12 +20,14 @@ class ComparedPasses:
     Attributes:
         factors: Of losses that the model returned.
         beside: What is trained beside the model.
+        drawn: Arguments that the loop may have drawn.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._passes = FirstPasses(mesh)
         self._operands = PlainOperands(mesh, self._passes)
         self.factors, self.beside = LossFactors(self._passes), TrainedBeside(self._passes)
+        self.drawn = DrawnAlike(mesh)
 
     def compare(self) -> None:
         """Compare what happened since the last call. Every rank must call this.
@@ -35,3 +38,4 @@ class ComparedPasses:
         self._passes.compare()
         for each in (self._operands, self.factors, self.beside):
             each.begin_pass()
+        self.drawn.compare()
