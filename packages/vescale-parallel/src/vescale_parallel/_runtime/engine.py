@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, announced_failures, profiler_range, untold
@@ -65,7 +66,6 @@ class Engine:
         rng: Random numbers in forward.
         logits: Those that stay cut by vocabulary.
         losses: What may be a loss, among what calls return.
-        compared: What the loop does that is the same on all data-parallel ranks, or wrong.
         pipeline: Runs a step's schedule; None without stages.
         accumulation: Runs a step's micro-batches without stages; None for one.
         input_dtype: Of floating-point inputs in forward; None for their own.
@@ -87,7 +87,6 @@ class Engine:
     rng: ShardedRng
     logits: DistributedLogits
     losses: ReturnedLosses
-    compared: ComparedPasses
     pipeline: PipelineStep | None
     accumulation: AccumulatedStep | None = None
     input_dtype: torch.dtype | None = None
@@ -99,6 +98,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.rng.is_of_all_rows = self.rows.run_over_all
+        self.compared = ComparedPasses(self.mesh)
+        after_backward = functools.partial(_after_backward, self.inputs, self.compared)
+        self.parameters.after_backward = after_backward
         self.equal_rows = EqualRows(self.data_ranks, is_delayed=self.mesh.device_type != "cpu")
 
     def call(
@@ -284,3 +286,10 @@ def _check_counted(output: Any, means: TokenMeans) -> None:
             "(drop_last=True), return what F.cross_entropy or F.nll_loss returns, or return "
             "tensors with rows and reduce them yourself"
         )
+
+
+def _after_backward(inputs: SameInputs, compared: ComparedPasses, factor: Tensor | None) -> None:
+    inputs.after_backward()
+    if factor is not None:
+        compared.factors.note(factor)
+    compared.compare()

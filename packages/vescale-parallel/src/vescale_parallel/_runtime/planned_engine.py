@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._cross_replica.batch import BatchRows
@@ -28,7 +27,6 @@ from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
-from .compared.passes import ComparedPasses
 from .compared.same_inputs import SameInputs
 from .engine import Engine, ProvesCalls
 from .outside import KnownModules
@@ -56,8 +54,6 @@ def planned_engine(
     )
     inputs = SameInputs(model, mesh, context, is_delayed=mesh.device_type == "cuda")
     parameters.while_backward = logits.declared
-    compared = ComparedPasses(mesh)
-    parameters.after_backward = partial(_after_backward, inputs, compared)
     step = None
     if stages is not None and draws is not None:
         blocks, shared = (stages.starts, len(stages.blocks)), (ranks.total, ranks.size)
@@ -92,16 +88,8 @@ def planned_engine(
         rng=rng,
         logits=logits,
         losses=ReturnedLosses(),
-        compared=compared,
         pipeline=step,
         accumulation=accumulation,
         keeps_caches=step is None and context is None,
         input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
     )
-
-
-def _after_backward(inputs: SameInputs, compared: ComparedPasses, factor: Tensor | None) -> None:
-    inputs.after_backward()
-    if factor is not None:
-        compared.factors.note(factor)
-    compared.compare()

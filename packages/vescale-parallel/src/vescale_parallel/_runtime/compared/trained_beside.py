@@ -8,8 +8,10 @@ other gradients is such a tensor. Not what has the rows of the batch: a perturba
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,30 +43,18 @@ class TrainedBeside:
 
     def __init__(self, passes: FirstPasses) -> None:
         self._passes, self._steps, self.num_rows = passes, 0, 0
-        # Emulated ranks are threads of one process, of which all see each optimizer.
-        self._thread = threading.get_ident()
-        if not passes.is_open:
-            return
-        held = weakref.WeakMethod(self._step)
-
-        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            step = held()
-            if step is None:
-                handle.remove()
-            else:
-                step(optimizer)
-
-        self._hook = handle = register_optimizer_step_pre_hook(before_step)
+        if passes.is_open:
+            _listen()
+            _here.methods.append(weakref.WeakMethod(self._note))
 
     def begin_pass(self) -> None:
-        """Count steps anew; look at no more of them once nothing is compared."""
+        """Count steps anew."""
         self._steps = 0
-        if not self._passes.is_open and hasattr(self, "_hook"):
-            self._hook.remove()
 
-    def _step(self, optimizer: Optimizer) -> None:
-        if not self._passes.is_open or threading.get_ident() != self._thread:
-            return
+    def _note(self, optimizer: Optimizer) -> bool:
+        """Note what an optimizer updates; return whether to be told of others."""
+        if not self._passes.is_open:
+            return False
         path, line = user_line()
         updated: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         for index, each in enumerate(updated):
@@ -79,3 +69,25 @@ class TrainedBeside:
             )
             self._passes.note(name, each.grad, _WHY, if_same=each)
         self._steps += 1
+        return True
+
+
+class _Here(threading.local):
+    """Of this thread: emulated ranks are threads, and torch tells of the steps of all."""
+
+    def __init__(self) -> None:
+        self.methods = list[weakref.WeakMethod[Callable[[Optimizer], bool]]]()
+
+
+_here = _Here()
+
+
+@functools.cache
+def _listen() -> None:
+    # Once and for good: another thread may be about to call the hooks that torch has.
+    register_optimizer_step_pre_hook(_tell)
+
+
+def _tell(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    told = [(method, method()) for method in _here.methods]
+    _here.methods = [method for method, note in told if note is not None and note(optimizer)]
