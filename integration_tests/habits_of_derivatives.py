@@ -306,3 +306,17 @@ class Adapting(Plain):
 
 def adapting(run: Run) -> None:
     run.train(Adapting())
+
+
+class AdaptingAll(Plain):
+    """Likewise of all of its parameters."""
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        held: dict[str, Tensor] = dict(self.named_parameters())
+        inner = F.mse_loss(self.logits(batch), batch["y"])
+        grads = torch.autograd.grad(inner, list(held.values()), create_graph=True)
+        return inner + torch.stack([grad.square().sum() for grad in grads]).sum()
+
+
+def adapting_all(run: Run) -> None:
+    run.train(AdaptingAll())

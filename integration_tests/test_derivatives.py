@@ -68,3 +68,12 @@ def test_blocks_are_ready_for_a_loss_of_what_a_hook_kept(world2: World, plan: st
 def test_a_gradient_that_no_call_started_is_refused(world2: World, plan: str) -> None:
     message = "got a gradient from a backward pass that did not start"
     check(world2, ValueError, message, both, habits.kept_by_a_hook, PLANS[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero2", "zero3"])
+def test_gradients_of_sharded_parameters_that_forward_asks_for_are_refused(
+    world2: World, plan: str
+) -> None:
+    message = r"of a parameter of a block, as 'blocks\.\d\.up\.weight': data_parallel.zero_stage 2"
+    check(world2, ValueError, message, both, habits.adapting_all, PLANS[plan])

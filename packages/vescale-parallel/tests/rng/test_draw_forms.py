@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -254,6 +255,37 @@ def test_rows_between_two_other_things_are_not_guessed() -> None:
 def test_a_model_that_draws_nothing_is_not_watched() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
     assert forms_of(model).known(model, (torch.zeros(2, 4),), {}, 2).scopes == {}
+
+
+class Negatives(nn.Module):
+    """Picks items of a table for every row, or a few for all of them."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.items, self.kind = nn.Embedding(9, 6), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        many = 3 if self.kind == "for all rows" else len(x)
+        if self.kind == "permuted":
+            return x[torch.randperm(many)]
+        picked = self.items(torch.multinomial(torch.ones(9), many, replacement=True))
+        return x + picked.mean(0) if self.kind == "for all rows" else x + picked
+
+
+@pytest.mark.parametrize("kind", ["for each row", "for all rows", "permuted"])
+def test_picks_from_a_table_without_rows_are_of_rows_if_there_are_as_many(kind: str) -> None:
+    model, x = Negatives(kind), torch.randn(4, 6)
+    known = forms_of(model).known(model, (x,), {}, 4)
+    assert known.scopes is not None
+    (cut,) = known.scopes[""].cuts
+    assert cut is not None
+    assert cut.rows == (None if kind == "for all rows" else 0)
+    draws = ShardedRng(place(2, 1, 1), {}, lambda *_: known)
+    draws.install(model)
+    said = pytest.warns(UserWarning, match="draws random numbers that this rank cannot")
+    quiet = contextlib.nullcontext()
+    with draws.of_call(model, (x,), {}, 4), quiet if kind == "for all rows" else said:
+        model(x)
 
 
 def test_a_length_of_one_does_not_tell_how_rows_lie_beside_another() -> None:

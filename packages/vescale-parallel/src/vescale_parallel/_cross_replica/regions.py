@@ -32,7 +32,7 @@ from vescale_parallel._torch_private import current_function_mode, pytree
 
 from .borders import NOWHERE, RowCoupling, Rows
 from .kept import settle_attributes
-from .row_converter import RowConverter, is_of_a_part
+from .row_converter import RowConverter, is_of_a_part, padded
 from .writes import Parted, loses_gradient, loss_of_gradient, without_graph, writes_to_first
 
 
@@ -313,12 +313,20 @@ class _WithRows(TorchFunctionMode):
                 named["max_norm"] = _limit_norms(args[0], args[1], **named)
             if any(is_of_a_part(x) for x in tensors if not self._converter.is_inside(x)):
                 raise ValueError(_OF_A_PART)
-            args, named = pytree.tree_map_only(Tensor, self._converter.replicated, (args, named))
+            name = getattr(func, "__name__", "")
+            if name == "_pad_packed_sequence":
+                return padded(*args, **named)
+            is_read = name in _PACKED  # how many go on at each step, by torch's C++ from memory
+            held = self._replicated_floats if is_read else self._converter.replicated
+            args, named = pytree.tree_map_only(Tensor, held, (args, named))
             return func(*args, **named)
         made = func(*args, **named)
         if torch.is_grad_enabled():
             self.parted.see(func, tensors[0], made)
         return made
+
+    def _replicated_floats(self, x: Tensor) -> Tensor:
+        return self._converter.replicated(x) if x.is_floating_point() else x
 
     def _gradients(
         self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **named: Any
@@ -337,6 +345,7 @@ class _WithRows(TorchFunctionMode):
         )
 
 
+_PACKED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _OF_A_PART = (
     "what a module made of this rank's rows meets what is made of all rows of the batch, and the "
     "module handed it over by a list or an object outside of the model; return it, or keep it in "

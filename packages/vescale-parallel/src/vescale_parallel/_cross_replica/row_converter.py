@@ -6,6 +6,7 @@ With their gradients, see [Note: gradients of regions].
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, TypeGuard
 
 import torch
@@ -219,3 +220,26 @@ def is_of_a_part(x: Tensor) -> bool:
         seen.add(node)
         waiting += [before for before, _ in node.next_functions]
     return False
+
+
+def padded(
+    data: Tensor, lengths_T: Tensor, batch_first: bool, padding: float, total: int
+) -> tuple[Tensor, Tensor]:
+    """Return packed sequences side by side, and their lengths, as torch does for plain tensors.
+
+    What torch's own function writes packed sequences into is plain, whatever these are.
+
+    Args:
+        data: One behind the other, those of each step together.
+        lengths_T: How many sequences go on at each step; plain, as torch reads it from memory.
+        batch_first: Whether sequences are the first dim, and not steps.
+        padding: What is behind the end of one.
+        total: Steps, at least.
+    """
+    sizes: list[int] = lengths_T.tolist()
+    places_TN = torch.full((max(len(sizes), total), sizes[0]), sum(sizes))
+    for step, (start, size) in enumerate(zip(accumulate([0, *sizes]), sizes, strict=False)):
+        places_TN[step, :size] = torch.arange(start, start + size)
+    rows = torch.cat([data, torch.full_like(data[:1], padding)])
+    made = rows[places_TN.flatten().to(data.device)].unflatten(0, places_TN.shape)
+    return made.transpose(0, 1) if batch_first else made, (places_TN < sum(sizes)).sum(0)

@@ -52,7 +52,7 @@ class ZeroState:
 
     Attributes:
         while_backward: Makes what is entered while backward runs.
-        after_backward: Called after every backward pass.
+        after_backward: Called after every pass, with its loss' factor if that comes after it.
         asked: Gradients that programs ask for, by ``inputs=`` or ``autograd.grad``.
         writes: Of forward, to parameters.
         rows_are_coupled: Whether backward through some call has collectives of data-parallel
@@ -76,7 +76,7 @@ class ZeroState:
         self._root, self._param_groups = root, [param_group for _, param_group in blocks]
         self._exchanges, self._reductions = root.exchanges, root.reductions
         self.while_backward: Callable[[], Any] = contextlib.nullcontext
-        self.after_backward: Callable[[], None] = lambda: None
+        self.after_backward: Callable[[Tensor | None], None] = lambda factor: None
         self._entered = contextlib.ExitStack()
         self._in_backward, self._num_backwards, self._num_reduced = False, 0, 0
         self._open = OpenBlocks(self._leave_blocks)
@@ -227,7 +227,7 @@ class ZeroState:
         self, scale: Tensor | None, on_stages: Iterable[ShardedParameter] = ()
     ) -> None:
         """Reduce what is left, and add all to public parameters; stages used ``on_stages``."""
-        scale = self._settle_unsynced(scale)
+        factor, scale = scale, self._settle_unsynced(scale)
         if not self._reduces_now:
             return self._keep_unsynced(on_stages)
         left = self._left()
@@ -238,7 +238,7 @@ class ZeroState:
         self._open.forget()
         self._reduced_early, self._held_back, self._num_reduced = [], False, 0
         self._num_backwards += 1
-        self.after_backward()
+        self.after_backward(factor)
         self._show_sharded()
         used = self._end.used_anywhere({*self._unsynced.end_sync(), *on_stages})
         self._end.reduce_late(used)

@@ -9,7 +9,7 @@ the program made of its own rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,14 +27,16 @@ class InputsOfMeans:
 
     Args:
         num_parts: The ranks over which its results are means.
+        told: Called with the gradient of each of them.
     """
 
-    def __init__(self, num_parts: int) -> None:
-        self.num_parts, self._pass = num_parts, -1
+    def __init__(self, num_parts: int, told: Callable[[Tensor], None] = lambda grad: None) -> None:
+        self.num_parts, self._told, self._pass = num_parts, told, -1
 
-    def note_mean(self) -> None:
-        """The backward pass in progress comes from a mean over ranks."""
+    def note_mean(self, grad: Tensor) -> None:
+        """The backward pass in progress comes from a mean over ranks, which has this gradient."""
         self._pass = backward_pass()
+        self._told(grad)
 
     def comes_from_mean(self) -> bool:
         """Whether it does."""
@@ -50,7 +52,7 @@ class InputsOfMeans:
             with_rows = [isinstance(leaf, Tensor) and leaf.dim() > 0 for leaf in leaves]
         for leaf, has_rows in zip(leaves, with_rows, strict=True):
             if isinstance(leaf, Tensor) and leaf.requires_grad and not has_rows:
-                leaf.register_hook(lambda grad: self.note_mean())
+                leaf.register_hook(self.note_mean)
 
     def watched(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], rows: Sequence[object] | None
@@ -58,7 +60,8 @@ class InputsOfMeans:
         """Return arguments whose gradients are one device's.
 
         ``rows`` says of every leaf where its rows are, None if it has none; or is None if that is
-        not known. What another module computed has gradients that are averaged like a parameter's.
+        not known. What another module computed has gradients that are averaged like a parameter's,
+        what the program made of rows alone (``x + perturbation``) those of rows.
         """
         leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
         has_rows = [True] * len(leaves) if rows is None else [each is not None for each in rows]
@@ -74,7 +77,24 @@ class InputsOfMeans:
 def _is_wanted(leaf: object) -> bool:
     if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter | DTensor):
         return False
-    return leaf.requires_grad and leaf.is_leaf and leaf.dim() > 0
+    return leaf.requires_grad and leaf.dim() > 0 and (leaf.is_leaf or _is_made_of_rows(leaf))
+
+
+def _is_made_of_rows(made: Tensor) -> bool:
+    """Whether all that a gradient through a tensor comes to has as many rows as it has."""
+    seen, waiting = set[Any](), [made.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            continue
+        if isinstance(leaf, nn.Parameter | DTensor) or leaf.shape[:1] != made.shape[:1]:
+            return False
+    return True
 
 
 class _InputOfMeans(torch.autograd.Function):

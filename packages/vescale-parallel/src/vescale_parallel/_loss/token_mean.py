@@ -267,5 +267,5 @@ class AverageOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.inputs.note_mean()
+        ctx.inputs.note_mean(grad)
         return grad, None, None

@@ -115,8 +115,10 @@ class ShardedParameter:
         ``torch.func.functional_call`` takes it away again. What forward itself assigned stays, for
         :meth:`check_in_place` to find.
         """
-        if self.unsharded is not None:
-            self.unsharded.requires_grad_(self.sharded.requires_grad)
+        is_trained = self.sharded.requires_grad
+        # Within a transform of torch.func it may not even be set to what it is.
+        if self.unsharded is not None and self.unsharded.requires_grad != is_trained:
+            self.unsharded.requires_grad_(is_trained)
         plain = self.unsharded if self.unsharded is not None else self.placeholder
         if plain is not None:
             for module, name in self.sites:

@@ -215,7 +215,7 @@ class _Watching(DrawMode):
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._recorder.drew(func, args, kwargs)
-        if not isinstance(args[0], Tensor) and drawn_shape(args) == ():
+        if not isinstance(args[0], Tensor) and drawn_shape(func, args) == ():
             # Code that decides by a random number, such as to leave out a layer, needs a
             # value; by custom a layer is left out if the number is small.
             return torch.tensor(1.0)

@@ -221,10 +221,12 @@ class ShardedRng:
                 # one of its size that is made from nothing.
                 return func(*args, **kwargs)
             at = mark(fqn, index)
-            cut = self._cut(drawn_shape(args), scope, index, at)
+            cut = self._cut(drawn_shape(func, args), scope, index, at)
             is_sliced = False
             if self._sliced is not None:
-                sliced = self._sliced.drawn(fqn, index, drawn_shape(args), drawn_order(args))
+                sliced = self._sliced.drawn(
+                    fqn, index, drawn_shape(func, args), drawn_order(func, args)
+                )
                 is_sliced, cut = sliced is not None, in_slices(cut, sliced)
             if cut is not None and not self._differs(cut):
                 return func(*args, **kwargs)

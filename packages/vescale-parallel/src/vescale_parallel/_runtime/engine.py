@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, announced_failures, profiler_range, untold
@@ -31,8 +32,9 @@ from vescale_parallel._torch_private import is_in_backward, is_transformed, pytr
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
 from .cast_inputs import with_cast_inputs
+from .compared.passes import ComparedPasses
 from .compared.same_inputs import SameInputs
-from .outside import KnownModules, read_in, refuse_trainers
+from .outside import KnownModules, explain_gradients, read_in, refuse_trainers
 
 Args = tuple[Any, ...]
 Named = dict[str, Any]
@@ -96,6 +98,9 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.rng.is_of_all_rows = self.rows.run_over_all
+        self.compared = ComparedPasses(self.mesh)
+        after_backward = functools.partial(_after_backward, self.inputs, self.compared)
+        self.parameters.after_backward = after_backward
         self.equal_rows = EqualRows(self.data_ranks, is_delayed=self.mesh.device_type != "cpu")
 
     def call(
@@ -162,6 +167,8 @@ class Engine:
                     self.parameters.rows_are_coupled = True
                 self.parameters.writes.is_known = coupling.is_written if coupling.written else None
                 num_rows = coupling.num_rows(args, kwargs)
+                self.compared.beside.num_rows = num_rows
+                self.compared.drawn.see(args, kwargs, coupling.rows_of(args, kwargs))
                 if self.pipeline is not None:
                     with self.rng.of_call(model, args, kwargs, num_rows):
                         output = self.pipeline.run(forward, args, kwargs, coupling)
@@ -173,6 +180,9 @@ class Engine:
                 forward = ends.with_inputs(forward, args, kwargs)
                 with self.rng.of_call(model, args, kwargs, num_rows):
                     return ends.results(self._call_directly(forward, args, kwargs, num_rows))
+        except RuntimeError as error:
+            explain_gradients(error, self.parameters.params_of_blocks)
+            raise
         finally:
             self.is_running = False
             self.parameters.end_forward()
@@ -212,7 +222,7 @@ class Engine:
         if ranks.num_parts == 1:  # every rank has the whole batch, and its loss
             return forward(*args, **kwargs)
         means = TokenMeans(ranks.size, lambda _, count: ranks.total(count))
-        inputs = InputsOfMeans(ranks.num_parts)
+        inputs = InputsOfMeans(ranks.num_parts, self.compared.factors.note)
         coupling = self.rows.coupling
         if ranks.num_parts == ranks.size and torch.is_grad_enabled():
             rows = coupling.rows_of(args, kwargs)
@@ -276,3 +286,10 @@ def _check_counted(output: Any, means: TokenMeans) -> None:
             "(drop_last=True), return what F.cross_entropy or F.nll_loss returns, or return "
             "tensors with rows and reduce them yourself"
         )
+
+
+def _after_backward(inputs: SameInputs, compared: ComparedPasses, factor: Tensor | None) -> None:
+    inputs.after_backward()
+    if factor is not None:
+        compared.factors.note(factor)
+    compared.compare()

@@ -122,6 +122,29 @@ def refuse_trainers() -> None:
         frame = frame.f_back
 
 
+# What torch says of parameters that no graph leads to, and of those that a transform has wrapped.
+_OF_SHARDED = ("appears to not have been used in the graph", "storage of TensorWrapper")
+
+
+def explain_gradients(error: Exception, params: Iterable[ShardedParameter]) -> None:
+    """Raise why forward got no gradients of parameters of blocks, if that is its error.
+
+    Raises:
+        ValueError: If some are sharded where forward runs, with what to do.
+    """
+    if not any(text in str(error) for text in _OF_SHARDED):
+        return
+    hidden = [p for p in params for at, name in p.sites if at._parameters[name] is p.sharded]
+    if hidden:
+        example = hidden[0].fqns[0]
+        raise ValueError(
+            "forward asked for a gradient that it did not get, by torch.autograd.grad or "
+            f"torch.func ({error}); if it is of a parameter of a block, as {example!r}: "
+            "data_parallel.zero_stage 2 and 3 keep these sharded outside of the forward of the "
+            "block. Use data_parallel.zero_stage 1, or differentiate within the block"
+        ) from error
+
+
 def read_in(tensor: Tensor, params: Sequence[ShardedParameter]) -> str:
     """Return which of the parameters a tensor was computed from, as far as autograd knows."""
     names = {id(param.sharded): param.fqns[0] for param in params}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -28,7 +27,6 @@ from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
-from .compared.plain_operands import PlainOperands
 from .compared.same_inputs import SameInputs
 from .engine import Engine, ProvesCalls
 from .outside import KnownModules
@@ -56,7 +54,6 @@ def planned_engine(
     )
     inputs = SameInputs(model, mesh, context, is_delayed=mesh.device_type == "cuda")
     parameters.while_backward = logits.declared
-    parameters.after_backward = partial(_after_backward, inputs, PlainOperands(mesh))
     step = None
     if stages is not None and draws is not None:
         blocks, shared = (stages.starts, len(stages.blocks)), (ranks.total, ranks.size)
@@ -96,8 +93,3 @@ def planned_engine(
         keeps_caches=step is None and context is None,
         input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
     )
-
-
-def _after_backward(inputs: SameInputs, operands: PlainOperands) -> None:
-    inputs.after_backward()
-    operands.compare()

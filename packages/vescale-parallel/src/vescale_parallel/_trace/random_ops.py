@@ -11,6 +11,8 @@ from torch import Tensor
 from vescale_dtensor.random import RandomOperator, random_operator
 from vescale_parallel._torch_private import TorchDispatchMode
 
+_PERMUTATIONS = {torch.ops.aten.randperm.default, torch.ops.aten.randperm.generator}
+
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operator is about to draw random numbers."""
@@ -37,8 +39,12 @@ class DrawMode(TorchDispatchMode):
         return self.draw(func, args, kwargs) if draws else func(*args, **kwargs)
 
 
-def drawn_shape(args: tuple[Any, ...]) -> tuple[int, ...]:
+def drawn_shape(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the shape of what an operator draws: of its first tensor, or what it is to make."""
+    if func is torch.ops.aten.multinomial.default:
+        return (*args[0].shape[:-1], args[1])  # of a table, which need not have rows
+    if func in _PERMUTATIONS:
+        return (args[0],)
     if isinstance(args[0], Tensor):
         return tuple(args[0].shape)
     sizes = next((arg for arg in args if isinstance(arg, list | tuple)), ())
@@ -85,7 +91,7 @@ def _empty(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tenso
     given = {name: kwargs[name] for name in ("dtype", "device") if name in kwargs}
     if given.get("dtype") is None and func._schema.name == "aten::randint":
         given["dtype"] = torch.int64  # by default, and so not passed on
-    return torch.empty(drawn_shape(args), **given)
+    return torch.empty(drawn_shape(func, args), **given)
 
 
 def _result(

@@ -75,7 +75,7 @@ class DrawNotes(Listener):
         fqn, call = self._running[-1]
         index = self._num_draws.get((fqn, call), 0)
         self._num_draws[fqn, call] = index + 1
-        shape, order = drawn_shape(args), drawn_order(args)
+        shape, order = drawn_shape(func, args), drawn_order(func, args)
         self.draws.append(NotedDraw(fqn, call, index, str(func), shape, order))
         return self.draws[-1]
 
@@ -105,11 +105,12 @@ class DrawNotes(Listener):
         module.register_forward_hook(after, always_call=True)
 
 
-def drawn_order(args: tuple[Any, ...]) -> Order:
+def drawn_order(func: Any, args: tuple[Any, ...]) -> Order:
     """Return the order in memory of what an operator draws, as :func:`drawn_shape`."""
-    if isinstance(args[0], Tensor):
+    shape = drawn_shape(func, args)
+    if isinstance(args[0], Tensor) and args[0].shape == shape:
         return memory_order(args[0])
-    return tuple(dim for dim, length in enumerate(drawn_shape(args)) if length > 1)
+    return tuple(dim for dim, length in enumerate(shape) if length > 1)
 
 
 class _Noting(DrawMode):
@@ -119,7 +120,7 @@ class _Noting(DrawMode):
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._notes.note(func, args)
-        if not isinstance(args[0], Tensor) and drawn_shape(args) == ():
+        if not isinstance(args[0], Tensor) and drawn_shape(func, args) == ():
             # Code that decides by a random number, such as to leave out a layer, needs a
             # value; by custom a layer is left out if the number is small.
             return torch.tensor(1.0)

@@ -81,10 +81,10 @@ class ForwardWatch:
         """Whether to be told of attention that is called now."""
         return True
 
-    def note_draw(self, args: tuple[Any, ...]) -> None:
+    def note_draw(self, func: Any, args: tuple[Any, ...]) -> None:
         """Note what an operator is about to draw."""
         fqn, drawn = self._within[-1]
-        index, shape = len(drawn), drawn_shape(args)
+        index, shape = len(drawn), drawn_shape(func, args)
         drawn.append(None)
         if self._stack is None:
             self.behind.note_draw()
@@ -92,7 +92,7 @@ class ForwardWatch:
         if self._attends is not None:
             self.in_attention.setdefault(self._attends, set()).add((fqn, index))
         noted = self.draws.setdefault(self._stack, {})
-        whole = WholeDraw(shape, drawn_order(args))
+        whole = WholeDraw(shape, drawn_order(func, args))
         key = fqn, index, len(shape)
         noted[key] = whole if noted.get(key, whole) == whole else None
 
@@ -149,7 +149,7 @@ class _Noting(DrawMode):
         self._watch = watch
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._watch.note_draw(args)
+        self._watch.note_draw(func, args)
         return func(*args, **kwargs)
 
 
