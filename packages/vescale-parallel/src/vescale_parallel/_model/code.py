@@ -1,4 +1,4 @@
-"""Code of functions: the names that it refers to, and what compilers tell apart, or get as one graph."""
+"""Code of functions: the names that it refers to, and how compilers take it."""
 
 from __future__ import annotations
 
