@@ -64,8 +64,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x_BSF = self.embed(input_ids)
