@@ -18,7 +18,7 @@ BY_DAY = (
     ("mixtral", "cp, ring", "float64"),
     ("nanogpt", "ZeRO 3", "bfloat16"),
     ("t5", "pp", "recompute"),
-    ("mixtral", "cp x ep", "compiled"),
+    ("nanogpt", "cp", "compiled"),
 )
 
 
