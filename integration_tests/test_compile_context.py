@@ -19,6 +19,7 @@ from vescale_testing import World
 from .compiled_training import train_steps
 from .contexts import FAMILIES, VOCABULARY, batch_of, build, rows_of
 from .plans import CP, DP, EP, PARTS, PP, TP, ZERO, Constraints, make_plan
+from .test_bad_input import check as refused
 from .training import whole
 
 COMPILED: Constraints = {"compile": "blocks", "compile_backend": "aot_eager"}
@@ -63,8 +64,9 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x_BSF = self.embed(input_ids)
@@ -170,9 +172,9 @@ def test_ranks_of_a_sequence_share_experts(world2: World) -> None:
     check(world2, "qwen3_moe", {CP: 2, EP: 2})
 
 
-def compiled_by_itself(plan: Constraints, *, before: bool) -> dict[str, Tensor]:
+def compiled_by_itself(kind: str, plan: Constraints, *, before: bool) -> dict[str, Tensor]:
     """Return losses of a program that compiles the blocks itself, before or after."""
-    model: Any = model_of("net")
+    model: Any = model_of(kind)
     blocks = [*model.blocks]
     for block in blocks if before else ():
         block.compile(backend="aot_eager")
@@ -193,15 +195,32 @@ def compiled_by_itself(plan: Constraints, *, before: bool) -> dict[str, Tensor]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", ["net", "by_hand"])
 def test_programs_may_compile_blocks_on_slices_themselves(
-    world2: World, plan: str, before: bool
+    world2: World, kind: str, plan: str, before: bool
 ) -> None:
-    model = model_of("net")
+    model = model_of(kind)
     for step, length in enumerate(LENGTHS):
         model(**batch_of(step, length, "")).backward()
     expected = {n: p.grad for n, p in model.named_parameters()}
-    run = functools.partial(compiled_by_itself, PLANS[plan], before=before)
+    run = functools.partial(compiled_by_itself, kind, PLANS[plan], before=before)
     for found in world2.run(run):
         for name, grad in expected.items():
             # As above.
             torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def as_one_graph(kind: str) -> None:
+    model: Any = vescale.parallelize(make_plan({CP: 2}), model_of(kind))
+    model.blocks[1].compile(backend="aot_eager", fullgraph=True)
+    model(**rows_of(model, batch_of(0, 12, "")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "within"), [("net", "'blocks.1.attention' within it"), ("by_hand", "it")]
+)
+def test_a_block_on_slices_as_one_graph_is_refused_by_name(
+    world2: World, kind: str, within: str
+) -> None:
+    message = rf"'blocks.1' was compiled with fullgraph=True, and {within} has to be left out"
+    refused(world2, ValueError, message, as_one_graph, kind)

@@ -17,6 +17,7 @@ from .compiled_training import train_steps
 from .experts import FAMILIES, build, rows_of, tokens
 from .listed_experts import BATCHED, LAYERS, Model
 from .plans import DP, EP, PARTS, PP, TP, ZERO, Constraints, make_plan
+from .test_bad_input import check as refused
 
 COMPILED: Constraints = {"compile": "blocks", "compile_backend": "aot_eager"}
 PLANS: dict[str, Constraints] = {
@@ -100,3 +101,18 @@ def test_breaks_are_listed_where_tokens_are_sent(world2: World) -> None:
             file, line, why = where.split(":", 2)
             assert "self.experts(" in linecache.getline(file, int(line))
             assert "tokens are sent to experts of other ranks" in why
+
+
+def as_one_graph() -> None:
+    model: Any = vescale.parallelize(make_plan(PLANS["ep"]), model_of("AllTokens"))
+    model.compile(backend="aot_eager")  # of a whole model nothing is compiled, as it says
+    model.blocks[0].compile(backend="aot_eager", fullgraph=True)
+    with pytest.warns(UserWarning, match="compiles nothing"):
+        model(**rows_of(model, tokens(0)))
+
+
+def test_a_block_with_experts_as_one_graph_is_refused_by_name(world2: World) -> None:
+    message = (
+        r"'blocks.0' was compiled with fullgraph=True, and 'blocks.0.moe.experts' within it has to"
+    )
+    refused(world2, ValueError, message, as_one_graph)

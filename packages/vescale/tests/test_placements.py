@@ -27,3 +27,18 @@ def test_an_experts_tokens_of_two_slices_are_compared_in_any_order(rows_of_first
     match = best_match(whole_RF, ranks, bound=0.0)
     assert match is not None
     assert match.error > 0.1
+
+
+def test_rows_in_another_order_are_paired_although_rounding_swaps_them() -> None:
+    """By the sum that they are sorted by, two rows that differ are nearly the same."""
+    direction = torch.linspace(1.0, 2.0, 2, dtype=torch.float64).cos()
+    first = torch.tensor([direction[1], -direction[0]])  # of which the sum is nothing
+    whole = torch.stack([first, -first, torch.tensor([5.0, 5.0])])
+    off = torch.tensor([[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]) * 1e-3
+    found = (whole + off)[[1, 0, 2]]
+    swapped = (whole - off)[[1, 0, 2]]
+    for rows in (found, swapped):
+        match = best_match(whole, {(0, 0): rows[:1], (1, 0): rows[1:]}, bound=2e-3)
+        assert match is not None
+        assert match.placements.endswith("in another order")
+        assert match.error < 2e-3

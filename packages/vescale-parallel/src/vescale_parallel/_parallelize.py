@@ -220,7 +220,7 @@ def _change(
         plan, model, on, sharding, units, stages_of, placeholder, read, own, block=block
     )
     expert_draws, backend = ExpertDraws(), plan.compile_backend
-    lists = dispatch(model, experts, mesh, expert_draws, compiled=plan.compile != "none")
+    lists = dispatch(model, experts, mesh, expert_draws)
     move_buffers(model, read)
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
     if plan.compile == "blocks":

@@ -6,6 +6,7 @@ Each was seen in torch 2.11 to 2.15; a version that lacks one fails here, at imp
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -80,6 +81,7 @@ __all__ = [
     "backward_within_modes",
     "call_after_backward",
     "comes_to",
+    "compiled_as_one_graph",
     "compiled_graph",
     "current_dispatch_mode",
     "current_function_mode",
@@ -97,8 +99,10 @@ __all__ = [
     "is_in_compiled_function",
     "is_transformed",
     "keeps_graph",
+    "left_out",
     "loss_kernels",
     "make_wrapper",
+    "makes_one_graph",
     "num_views",
     "parameters_of_ddp",
     "pytree",
@@ -297,12 +301,26 @@ def compiled_graph(graph: Any, inputs: Sequence[Any], backend: str) -> Callable[
     return cast("Any", torch._dynamo).lookup_backend(backend)(graph, inputs)
 
 
-def untraced(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Have torch.compile not trace a function, nor what it calls.
+def left_out(function: Callable[_P, _T], why: str) -> Callable[_P, _T]:
+    """Return a function that runs as it is written in what torch compiles: graphs break there.
 
-    Like ``torch.compiler.disable``, which imports the compiler at once; see ``torch._compile``.
+    What is set here is what ``torch.compiler.disable`` sets, which imports the compiler.
+
+    Args:
+        function: Is not traced, nor is what it calls.
+        why: What is said of the break.
     """
-    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage]
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not is_in_compiled_function():
+            return function(*args, **kwargs)
+        with as_written():
+            return function(*args, **kwargs)
+
+    made: Any = run
+    made._torchdynamo_disable, made._torchdynamo_disable_msg = True, why
+    return run
 
 
 # What compiles the functions that Python calls; it does not import the compiler.
@@ -312,6 +330,29 @@ _eval_frame: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttribut
 def is_in_compiled_function() -> bool:
     """Whether torch.compile compiles this, or would compile the next function that is called."""
     return torch.compiler.is_compiling() or callable(_eval_frame.get_eval_frame_callback())
+
+
+def makes_one_graph() -> bool:
+    """Whether this is called by what was compiled with ``fullgraph=True``, and has to be a graph.
+
+    Since torch 2.12. Before, what could not be compiled ran as it is written.
+    """
+    exchange = getattr(_eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if exchange is None:
+        return False
+    count = exchange(-1)
+    exchange(count)
+    return count >= 0
+
+
+def compiled_as_one_graph(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile(fullgraph=True)`` was called."""
+    compiled: Any = module._compiled_call_impl  # pyright: ignore[reportPrivateUsage]
+    if compiled is None:
+        return False
+    closure = zip(compiled.__code__.co_freevars, compiled.__closure__ or (), strict=True)
+    by: Any = next((cell.cell_contents for name, cell in closure if name == "self"), None)
+    return bool(getattr(by, "fullgraph", False))
 
 
 @contextlib.contextmanager

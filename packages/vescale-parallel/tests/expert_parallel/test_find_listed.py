@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -395,6 +396,21 @@ def test_what_is_said_of_layers_is_nothing_of_how_they_were_tried() -> None:
     why = "The list 'layers' is not one of experts: Layers, which has it, does not take rows of "
     with pytest.raises(ValueError, match=f"{why}features alone\\.$"):
         find_experts(Layers(), 2)
+
+
+class Masked(Layers):
+    """Is called with three tensors, or with ids alone, as models of transformers are."""
+
+    def forward(self, ids: Any = None, mask: Any = None, positions: Any = None) -> Any:
+        raise AssertionError("it is not run")
+
+
+def test_of_a_model_without_experts_nothing_is_said_but_that() -> None:
+    model = nn.Sequential(Masked())
+    model[0].embed = nn.Embedding(5, 6)
+    assert find_listed(model) == ([], {})
+    with pytest.raises(ValueError, match=r"found no experts in Sequential; leave .* its rows\.$"):
+        find_experts(model, 2)
 
 
 def test_layers_of_one_kind_are_refused_in_one_sentence() -> None:

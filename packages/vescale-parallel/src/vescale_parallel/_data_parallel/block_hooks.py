@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._parameters.asked_in_backward import refusing_parameters
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._torch_private import backward_pass, is_in_backward, pytree, untraced
+from vescale_parallel._torch_private import backward_pass, is_in_backward, left_out, pytree
+
+_WHY = "parameters of the block are gathered and freed"
 
 # Of blocks, what gets them ready to run again in backward.
 _READY: MutableMapping[nn.Module, Callable[[], None]] = WeakKeyDictionary()
@@ -95,11 +97,11 @@ def on_block(
 
     _READY[module] = ready
     # A block that the user compiles is compiled with its hooks around it.
-    module.register_forward_pre_hook(untraced(before), prepend=True, with_kwargs=True)
+    module.register_forward_pre_hook(left_out(before, _WHY), prepend=True, with_kwargs=True)
     # Also when forward raises: the model must not be left with freed parameters.
-    module.register_forward_hook(untraced(after), always_call=True)
+    module.register_forward_hook(left_out(after, _WHY), always_call=True)
     if frees:
-        module.register_forward_hook(untraced(_refuse_nothing))
+        module.register_forward_hook(left_out(_refuse_nothing, _WHY))
 
 
 def _refuse_nothing(module: nn.Module, args: Any, output: Any) -> None:

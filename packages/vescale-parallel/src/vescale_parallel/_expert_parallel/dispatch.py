@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._mesh.mesh import second_group
-from vescale_parallel._model.code import left_out
+from vescale_parallel._model.code import refuse_one_graph
+from vescale_parallel._torch_private import left_out
 
 from .adapters import settle_adapters, slice_adapters
 from .dispatch_batched import BatchedDispatch
@@ -41,13 +42,10 @@ def dispatch(
     found: FoundExperts,
     mesh: DeviceMesh,
     draws: ExpertDraws,
-    *,
-    compiled: bool = False,
 ) -> list[ListDispatch]:
     """Have modules that hold this rank's experts be called with tokens of all ranks, in place.
 
-    Returns what calls experts in lists. ``compiled`` says whether the modules are parts of what
-    torch.compile compiles.
+    Returns what calls experts in lists.
     """
     settle_adapters(model)
     if not (found.stacked or found.listed):
@@ -69,9 +67,11 @@ def dispatch(
             BatchedDispatch(module, experts, group, draws).install()
             continue
         _Dispatch(module, experts, group, counted[experts.fqn], draws).install()
-    for experts in (*found.listed, *found.stacked) if compiled else ():
-        module = model.get_submodule(experts.fqn)
+    fqns = [experts.fqn for experts in (*found.listed, *found.stacked)]
+    for fqn in fqns:
+        module = model.get_submodule(fqn)
         module.forward = left_out(module.forward, _LEFT_OUT)
+    model.register_forward_pre_hook(lambda of, _: refuse_one_graph(of, fqns, _LEFT_OUT))
     object.__setattr__(model, "_vescale_expert_load", Load(counted, mesh))
     return lists
 

@@ -26,7 +26,7 @@ from vescale_parallel._trace.generators import generator_state, untouched_genera
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
 from .calls_seen import tensors_seen
-from .experts import close, has_router, structure, takes_rows
+from .experts import close, has_router, needs_rows, structure, takes_rows
 from .left_behind import generators_after, kept, same, what_stays
 from .listed import CallsOf, FirstPass, ListedExperts, PlayedBack, first_pass, second_pass
 
@@ -76,11 +76,19 @@ def _candidates(model: nn.Module, layers: Collection[str] = ()) -> Iterator[List
             ListedExperts(fqn, "", names) if is_called else ListedExperts(parent, name, names)
         )
         module, owner = model.get_submodule(candidate.fqn), model.get_submodule(parent)
-        is_given_rows = candidate.fqn_of(0) not in layers and takes_rows(module)
+        is_given_rows = candidate.fqn_of(0) not in layers and _has_to_be_given_rows(module)
         is_called_experts = "expert" in name.lower()  # chosen by a hash, or by a router elsewhere
         is_beside_router = has_router(owner, [container], len(names))
         if is_given_rows or is_beside_router or is_called_experts:
             yield candidate
+
+
+def _has_to_be_given_rows(module: nn.Module) -> bool:
+    """Whether forward has three arguments, rather than can be called with as many.
+
+    Models of transformers can: ids, a mask, positions and more.
+    """
+    return takes_rows(module) and needs_rows(module)
 
 
 def _alike(container: nn.Module, *, beside_others: bool) -> tuple[str, ...]:

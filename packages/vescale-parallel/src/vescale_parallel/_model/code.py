@@ -1,14 +1,16 @@
-"""Code of functions: the names that it refers to, and what compilers tell apart or leave out."""
+"""Code of functions: the names that it refers to, and how compilers take it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FunctionType
 from typing import Any, cast
 
-import torch
 from torch import nn
+
+from vescale_parallel._torch_private import compiled_as_one_graph
 
 
 def names_of_class(cls: type[nn.Module]) -> set[str]:
@@ -57,11 +59,26 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return functools.update_wrapper(own, getattr(plain, "__wrapped__", plain))
 
 
-def left_out(function: Callable[..., Any], why: str) -> Callable[..., Any]:
-    """Return a function that runs as it is written in what torch compiles: graphs break there.
+def refuse_one_graph(model: nn.Module, fqns: Collection[str], why: str) -> None:
+    """Refuse ``module.compile(fullgraph=True)`` of what has a module that is left out of graphs.
 
     Args:
-        function: Is not traced, nor is what it calls.
-        why: What is said of the break.
+        model: Whose modules may be compiled.
+        fqns: Of those that are left out.
+        why: They are.
+
+    Raises:
+        ValueError: With the names of both.
     """
-    return cast("Any", torch.compiler).disable(function, reason=why)
+    if "torch._dynamo" not in sys.modules:
+        return
+    for at, module in model.named_modules():
+        if not at or not compiled_as_one_graph(module):
+            continue
+        within = next((fqn for fqn in sorted(fqns) if f"{fqn}.".startswith(f"{at}.")), None)
+        if within is not None:
+            breaks = "it has" if within == at else f"{within!r} within it has"
+            raise ValueError(
+                f"{at!r} was compiled with fullgraph=True, and {breaks} to be left out of graphs: "
+                f"{why}; compile it without fullgraph"
+            )

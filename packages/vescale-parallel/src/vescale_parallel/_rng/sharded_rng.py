@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_dtensor.random import RandomOperator
 from vescale_parallel._cross_replica.context.blocks import SlicedBlocks
-from vescale_parallel._model.code import left_out, with_own_code
+from vescale_parallel._model.code import with_own_code
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.inputs import usual_rows_dim
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._torch_private import is_in_backward, pytree
+from vescale_parallel._torch_private import is_in_backward, left_out, pytree
 from vescale_parallel._trace.generators import GeneratorStates, generator_state
 from vescale_parallel._trace.random_ops import DrawMode, draw_with, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order

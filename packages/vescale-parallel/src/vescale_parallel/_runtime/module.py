@@ -24,19 +24,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from vescale_parallel._torch_private import is_in_compiled_function, untraced
+from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._torch_private import is_in_compiled_function, left_out, makes_one_graph
 
 from .engine import Engine
 from .model_copies import ModelCopies
 
 # What to do instead of compiling a whole model.
 _BLOCKS = "compile the blocks: give the plan compile='blocks', or call block.compile() of each"
+_BETWEEN = f"between its blocks ranks gather, send and average; {_BLOCKS}"
 
 
 class ParallelModule(nn.Module):
@@ -113,7 +114,7 @@ def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
     return namespace
 
 
-@untraced
+@functools.partial(left_out, why=f"it calls a parallelized model: {_BETWEEN}")
 def _as_written(
     model: ParallelModule,
     forward: Callable[..., Any],
@@ -128,10 +129,13 @@ def _as_written(
             f"forward of the parallelized {type(model).__name__} was replaced by what "
             f"torch.compile made of it; {_BLOCKS}"
         )
+    name = type(model).__name__
+    if is_compiled and makes_one_graph():
+        raise ValueError(
+            f"torch.compile of all of a parallelized {name} with fullgraph=True, but {_BETWEEN}"
+        )
     if is_compiled and not engine.has_run:
-        warnings.warn(
-            f"torch.compile of all of a parallelized {type(model).__name__} compiles nothing: "
-            f"between its blocks ranks gather, send and average; {_BLOCKS}",
-            stacklevel=3,
+        warn_at_user_line(
+            f"torch.compile of all of a parallelized {name} compiles nothing: {_BETWEEN}"
         )
     return engine.call(forward, model, args, kwargs)

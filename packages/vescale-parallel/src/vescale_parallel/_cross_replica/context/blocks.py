@@ -119,7 +119,7 @@ class SlicedBlocks:
     ) -> None:
         self._ranks = ranks
         self.behind = BehindBlocks(ranks)
-        self._writes = WholeWrites(ranks, compiled=compiled)
+        self._writes = WholeWrites(ranks)
         self._method: Method = method
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
         self._interception = Interception(self._attention, compiled=compiled)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.small_batches import within
 from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.inputs import bind, opened, small_example
 from vescale_parallel._torch_private import pytree
@@ -19,6 +20,7 @@ from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .blocks import ShortSequenceError, SlicedBlocks, Slicing
+from .intercept import LEFT_OUT
 from .proof import DrawsBy, NotSlicedError, proven_slicing
 from .slices import ContextRanks, Method
 
@@ -85,7 +87,9 @@ class ContextGuard:
             ValueError: If the model on slices is another function.
         """
         assert self._blocks is not None
-        self._blocks.slice_as(self._slicing(args, kwargs, training=self._model.training))
+        slicing = self._slicing(args, kwargs, training=self._model.training)
+        refuse_one_graph(self._model, slicing.attending, LEFT_OUT)
+        self._blocks.slice_as(slicing)
         yield
 
     def _slicing(

@@ -12,10 +12,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from vescale_parallel._model.code import left_out
+from vescale_parallel._torch_private import left_out
 
 from .interface import Attends, interface_of
 
+LEFT_OUT = "attention is to what other ranks have of the sequence, too"
 _CHECKPOINT = "torch.utils.checkpoint"
 
 
@@ -63,9 +64,7 @@ class Interception:
         self, forward: Callable[..., Any], is_now: Callable[[], bool], fqn: str
     ) -> Callable[..., Any]:
         """Return the forward of a module within, in which it is intercepted while ``is_now()``."""
-        attend = self._around(forward, is_now, fqn)
-        why = "attention is to what other ranks have of the sequence, too"
-        return left_out(attend, why) if self._compiled else attend
+        return left_out(self._around(forward, is_now, fqn), LEFT_OUT)
 
     def _around(
         self, forward: Callable[..., Any], is_now: Callable[[], bool], fqn: str

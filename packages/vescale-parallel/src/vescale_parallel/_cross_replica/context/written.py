@@ -20,9 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.code import left_out
 from vescale_parallel._model.fqns import generalize
-from vescale_parallel._torch_private import is_in_backward
+from vescale_parallel._torch_private import is_in_backward, left_out
 
 from .leaving import gathered_part
 from .sliced.tensor import SumOverSlices
@@ -82,8 +81,8 @@ def _summed(x: Tensor, ranks: ContextRanks) -> Tensor:
 class WholeWrites:
     """Has modules leave what one device writes; see [Note: writes on slices]."""
 
-    def __init__(self, ranks: ContextRanks, *, compiled: bool = False) -> None:
-        self._ranks, self._compiled = ranks, compiled
+    def __init__(self, ranks: ContextRanks) -> None:
+        self._ranks = ranks
         self._watched = set[str]()
 
     def watch(self, model: nn.Module, written: Collection[Place], now: Now) -> None:
@@ -93,7 +92,7 @@ class WholeWrites:
             if generalize(fqn) in patterns and fqn not in self._watched:
                 self._watched.add(fqn)
                 run = self._around(module, fqn, now)
-                module.forward = left_out(run, _WHY) if self._compiled else run
+                module.forward = left_out(run, _WHY)
 
     def _around(self, module: nn.Module, fqn: str, now: Now) -> Callable[..., Any]:
         forward, own = module.forward, generalize(fqn)
