@@ -321,7 +321,8 @@ def _guards_of_calls(
     row_guard = None
     if plan.data_parallel.size * plan.num_microbatches > 1:
         # What a pipeline returns besides its loss is nothing.
-        row_guard = RowGuard(model, exchange, losses_only=pipelined)
+        is_one = plan.data_parallel.size == 1
+        row_guard = RowGuard(model, exchange, losses_only=pipelined, in_one_piece=is_one)
     # Stages of a pipeline draw for whole micro-batches, see [Note: draws of a pipeline].
     num_parts = 1 if pipelined else plan.data_parallel.size * plan.num_microbatches
     if num_parts * plan.tensor_parallel.size == 1:

@@ -46,11 +46,20 @@ class MeanOfParts:
 
 
 @dataclass(frozen=True)
+class NotOfParts:
+    """Of a number: the batch's is neither the mean over what ranks have nor what each has."""
+
+
+# Where the rows are in what is returned, or what a number is; None for what has no rows.
+Output = Rows | MeanOfParts | NotOfParts | None
+
+
+@dataclass(frozen=True)
 class ModuleRows:
     """Where the rows are in what a module takes and returns; None for tensors without rows."""
 
     inputs: tuple[Rows | None, ...]
-    outputs: tuple[Rows | MeanOfParts | None, ...]
+    outputs: tuple[Output, ...]
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class RowCoupling:
     )
     of_patterns: bool = False
     given: tuple[Rows | None, ...] | None = None
-    returned: tuple[tuple[str, Rows | MeanOfParts | None], ...] | None = None
+    returned: tuple[tuple[str, Output], ...] | None = None
     written: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
     rows_read: frozenset[str] = frozenset()

@@ -49,6 +49,8 @@ class RowGuard:
         model: Still whole; what a check needs of it is copied.
         exchange: Returns what every rank that shares a batch has for a value.
         losses_only: Whether, in training, numbers that have no gradient do not matter.
+        in_one_piece: Whether this rank's rows are the batch, if they are not cut: then they do in
+            evaluation.
 
     Attributes:
         is_rows_first: Whether rows are known to be the first dim of a call's tensors, as of a
@@ -65,7 +67,9 @@ class RowGuard:
         exchange: Callable[[Any], list[Any]],
         *,
         losses_only: bool = False,
+        in_one_piece: bool = True,
     ) -> None:
+        self._in_one_piece = in_one_piece
         self._exchange, self._losses_only = exchange, losses_only
         self._skips_numbers = losses_only
         self._forms = CallForms(model)
@@ -120,7 +124,8 @@ class RowGuard:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
         leaves = filter(has_dims, pytree.tree_leaves((args, kwargs)))
         known_rows = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
-        self._skips_numbers = self._losses_only and torch.is_grad_enabled()
+        is_cut = torch.is_grad_enabled() or not self._in_one_piece
+        self._skips_numbers = self._losses_only and is_cut
         seen = in_fresh_thread(lambda: self._seen(key[0], model, given, known_rows), of=model)
         give_memory_back()
         elsewhere = functools.partial(self._with_other_dims, key, model, given, known_rows)

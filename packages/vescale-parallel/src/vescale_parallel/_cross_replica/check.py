@@ -27,7 +27,7 @@ from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
 
 from .added.added_buffers import added_buffers
-from .borders import MeanOfParts, ModuleRows, RowCoupling, Rows, structure
+from .borders import ModuleRows, Output, RowCoupling, Rows, structure
 from .gradients_of_parts import compare_gradients, has_gradient
 from .kept import (
     Place,
@@ -39,6 +39,7 @@ from .kept import (
     with_rows,
     worth_a_warning,
 )
+from .means import is_number, with_means
 from .parts import NUM_PARTS, equal, is_part, rows_in, same_value
 from .ranked_rows import picks_rows
 from .runs import Call, OtherCallsError, RowCheckError, Run, Script, run_module, seeded
@@ -159,7 +160,7 @@ class _Found:
             )
         }
 
-    def returned(self, whole: Given) -> tuple[tuple[str, Rows | MeanOfParts | None], ...] | None:
+    def returned(self, whole: Given) -> tuple[tuple[str, Output], ...] | None:
         """Return where the rows are in what the model returns, if that can be told."""
         at = "", structure(whole)
         rows = self.module_rows.get(at)
@@ -173,11 +174,9 @@ class _Found:
             self.names = leaf_names(whole.output)
         inputs, is_clear = _where(whole.inputs, parts[0].inputs)
         outputs, is_row_wise = _where(whole.outputs, parts[0].outputs)
-        are_means = parts[0].are_means
-        if len(are_means) != len(outputs):
-            are_means = (False,) * len(outputs)
-        pairs = zip(outputs, are_means, strict=True)
-        rows = ModuleRows(inputs, tuple(MeanOfParts() if mean else rows for rows, mean in pairs))
+        compared = [] if fqn or not self.losses_only else [part.outputs for part in parts]
+        means = with_means(outputs, parts[0].are_means, whole.outputs, compared)
+        rows = ModuleRows(inputs, means)
         if not is_clear or self.module_rows.setdefault(at, rows) != rows:
             self.unclear.add(at)
         if not is_row_wise:
@@ -339,7 +338,7 @@ def _difference(
         return "it returns other things for fewer rows"
     for index, expected in enumerate(outputs):
         of_parts = [run.call.outputs[index] for run in parts]
-        if found.losses_only and _is_number(expected):
+        if found.losses_only and is_number(expected):
             continue
         if not isinstance(expected, Tensor):
             if not all(same_value(x, expected) for x in of_parts):
@@ -365,10 +364,6 @@ def _difference(
         if absolute(fqn, at) in found.read and not (own and at[0]):
             return f"its attribute {at[1]!r}, which the next call reads, depends on all rows"
     return picks_rows(whole.picked, parts[0].picked, own=own)
-
-
-def _is_number(output: Any) -> bool:
-    return isinstance(output, Tensor) and output.dim() == 0 and not output.requires_grad
 
 
 def _is_loss(output: Tensor) -> bool:

@@ -12,10 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vescale_parallel._torch_private import pytree
+
+from .borders import MeanOfParts, NotOfParts, Output, Rows
 
 _ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 _SCALE = {
@@ -34,6 +37,45 @@ _LOSSES = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy
 _MEAN_REDUCTION = 1  # at::Reduction::Mean
 # What these return is as long as there are elements of some value.
 _OF_UNKNOWN_LENGTH = ("Index", "MaskedSelect", "Take", "Unique", "RepeatInterleave")
+
+
+def with_means(
+    rows: Sequence[Rows | None],
+    are_means: Sequence[bool],
+    whole: Sequence[Any],
+    parts: Sequence[Sequence[Any]],
+) -> tuple[Output, ...]:
+    """Return where the rows are in outputs, or what numbers are.
+
+    Args:
+        rows: Where the rows are.
+        are_means: Which outputs of a part are known to be means; of other outputs if not as many.
+        whole: What is returned for all rows.
+        parts: For equal parts of them; empty leaves numbers without a gradient as they are.
+    """
+    if len(are_means) != len(rows):
+        are_means = (False,) * len(rows)
+    found: list[Output] = [
+        MeanOfParts() if mean else at for at, mean in zip(rows, are_means, strict=True)
+    ]
+    for index, number in enumerate(whole) if parts else ():
+        of_parts = [part[index] for part in parts if len(part) == len(whole)]
+        if is_number(number) and not _is_mean_of(number, of_parts):
+            found[index] = NotOfParts()
+    return tuple(found)
+
+
+def is_number(output: Any) -> bool:
+    """Whether it is a scalar without a gradient."""
+    return isinstance(output, Tensor) and output.dim() == 0 and not output.requires_grad
+
+
+def _is_mean_of(number: Tensor, parts: Sequence[Any]) -> bool:
+    """Whether these rows' number is the mean of what parts of them give."""
+    if not parts or not all(map(is_number, parts)):
+        return False
+    mean = torch.stack([part.to(torch.float64) for part in parts]).mean()
+    return torch.allclose(mean, number.to(torch.float64), equal_nan=True)
 
 
 class MeanTracker(TorchFunctionMode):

@@ -18,7 +18,7 @@ from vescale_dtensor import DTensor, is_sharded
 from vescale_parallel._tensor_parallel.vocab_parallel import is_on
 from vescale_parallel._torch_private import pytree
 
-from .borders import MeanOfParts, Rows
+from .borders import MeanOfParts, NotOfParts, Output, Rows
 
 
 class RowConverter:
@@ -45,7 +45,7 @@ class RowConverter:
         """Whether any tensor of a tree is."""
         return any(map(self._is_whole, pytree.tree_leaves(tree)))
 
-    def divides(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> bool:
+    def divides(self, tree: Any, rows: Sequence[Output]) -> bool:
         """Whether every rank has equally many rows of tensors of the whole batch."""
         return all(
             leaf.shape[where.dim] % self._num_ranks == 0
@@ -53,7 +53,7 @@ class RowConverter:
             if isinstance(where, Rows) and self._is_whole(leaf)
         )
 
-    def rows_made_inside(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
+    def rows_made_inside(self, tree: Any, rows: Sequence[Output]) -> Any:
         """Return rows that code on the whole batch made of parameters alone as distributed ones.
 
         ``queries.expand(len(x), -1, -1)``: as many as the whole batch has, on every rank.
@@ -67,7 +67,7 @@ class RowConverter:
         ]
         return pytree.tree_unflatten(made, spec)
 
-    def to_rows(self, tree: Any, rows: Sequence[Rows | MeanOfParts | None]) -> Any:
+    def to_rows(self, tree: Any, rows: Sequence[Output]) -> Any:
         """Return this rank's parts as tensors of the whole batch."""
         leaves, spec = pytree.tree_flatten(tree)
         found = rows if len(rows) == len(leaves) else [None] * len(leaves)
@@ -89,9 +89,7 @@ class RowConverter:
             part.contiguous(), self._mesh, placements, shape=shape, grad_placements=placements
         )
 
-    def to_parts(
-        self, tree: Any, rows: Sequence[Rows | MeanOfParts | None], *, is_model: bool = False
-    ) -> Any:
+    def to_parts(self, tree: Any, rows: Sequence[Output], *, is_model: bool = False) -> Any:
         """Return tensors of the whole batch as this rank's parts, or whole where rows are not.
 
         Of what the model returns (``is_model``) the gradient of what all ranks hold is the same on
@@ -112,11 +110,13 @@ class RowConverter:
     def _is_whole(self, x: object) -> TypeGuard[DTensor]:
         return is_on(x, self._mesh)
 
-    def _whole(self, tensor: Tensor, rows: Rows | MeanOfParts | None) -> Tensor:
+    def _whole(self, tensor: Tensor, rows: Output) -> Tensor:
         if self._is_whole(tensor):
             return tensor
         if isinstance(rows, MeanOfParts):
             return self.mean(tensor)
+        if isinstance(rows, NotOfParts):
+            rows = None
         over_tp: tuple[Placement, ...] = (Replicate(),) if self._tp_mesh is not None else ()
         shape, local = list(tensor.shape), tensor
         if is_on(tensor, self._tp_mesh):
@@ -144,8 +144,8 @@ class RowConverter:
         placements = (Partial(),) * self._num_axes + over_tp
         return DTensor.from_local(local, self._mesh, placements, shape=number.shape)
 
-    def _part(self, tensor: DTensor, rows: Rows | MeanOfParts | None, *, is_model: bool) -> Tensor:
-        if isinstance(rows, MeanOfParts):
+    def _part(self, tensor: DTensor, rows: Output, *, is_model: bool) -> Tensor:
+        if isinstance(rows, MeanOfParts | NotOfParts):
             rows = None
         over_tp = tensor.placements[self._num_axes :]
         is_cut_over_tp = any(map(is_sharded, over_tp))

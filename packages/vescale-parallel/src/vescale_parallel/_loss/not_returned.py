@@ -6,7 +6,7 @@ from typing import Any, Literal, NoReturn
 
 from vescale_parallel._torch_private import pytree
 
-Where = Literal["last", "nowhere", "in parts", "in slices"]
+Where = Literal["last", "nowhere", "in parts", "in slices", "as a mean"]
 _WHY: dict[Where, str] = {
     "last": (
         "is on the last stage's ranks only, as pipeline_parallel.outputs 'last' asks; 'broadcast' "
@@ -20,6 +20,11 @@ _WHY: dict[Where, str] = {
     "in parts": (
         "was not kept: batch.gradient_accumulation returns scalars of a step that is "
         "differentiated. Call the model under torch.no_grad(), or accumulate in the loop"
+    ),
+    "as a mean": (
+        "is not the mean of what micro-batches of a pipeline give, as exponentials, roots, sums "
+        "and maxima are not. Compute it in the loop, from the loss for example, or, with "
+        "data_parallel.size 1, call the model under torch.no_grad()"
     ),
     "in slices": (
         "was not gathered: of a call that is differentiated each rank that shares the sequence "

@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from vescale_dtensor import DTensor
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows
+from vescale_parallel._cross_replica.borders import NotOfParts, Output, RowCoupling, Rows
+from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._pipeline.cuts.placeholders import Placeholder
@@ -35,7 +36,7 @@ from vescale_parallel._pipeline.microbatches import rows_within
 from vescale_parallel._torch_private import pytree
 
 # By the name of what is returned, where the rows are in it.
-Returned = Mapping[str, Rows | MeanOfParts | None]
+Returned = Mapping[str, Output]
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ def joined(
         loss_of: Returns what was differentiated.
 
     Returns:
-        The structure, with a :class:`Scalar` for each scalar and :class:`Sent` for other tensors;
-        and these tensors.
+        The structure, with a :class:`Scalar` for each scalar, :class:`NotReturned` for one that no
+        mean over micro-batches is, and :class:`Sent` for other tensors; and these tensors.
 
     Raises:
         ValueError: If a tensor of another stage was returned, or one cannot be put together.
@@ -140,10 +141,13 @@ def joined(
         if not isinstance(leaf, Tensor):
             continue
         found = [column[index] for column in columns]
+        at = None if rows is None else rows.get(names[index])
+        if isinstance(at, NotOfParts) and leaf is not loss:
+            leaves[index] = NotReturned(names[index], "as a mean")
+            continue
         if is_loss(leaf):
             leaves[index] = Scalar(mean(found), leaf.dtype, leaf is loss, leaf.requires_grad)
             continue
-        at = None if rows is None else rows.get(names[index])
         with torch.no_grad():
             tensors.append(_joined(names[index], found, at, sizes))
         leaves[index] = replace(
@@ -182,9 +186,7 @@ def grads_of_parts(
     return [list(parts) for parts in zip(*columns, strict=True)]
 
 
-def _parts(
-    grad: Tensor, at: Rows | MeanOfParts | None, sizes: Sequence[int]
-) -> list[Tensor | None]:
+def _parts(grad: Tensor, at: Output, sizes: Sequence[int]) -> list[Tensor | None]:
     if len(sizes) == 1:
         return [grad]
     if not isinstance(at, Rows):
@@ -197,9 +199,7 @@ def _parts(
     ]
 
 
-def _joined(
-    name: str, found: Sequence[Tensor], at: Rows | MeanOfParts | None, sizes: Sequence[int]
-) -> Tensor:
+def _joined(name: str, found: Sequence[Tensor], at: Output, sizes: Sequence[int]) -> Tensor:
     if len(found) == 1:
         return found[0]
     if not isinstance(at, Rows):
