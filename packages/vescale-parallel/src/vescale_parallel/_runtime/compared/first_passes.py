@@ -43,6 +43,11 @@ class FirstPasses:
         """Whether passes are still to come that are compared behind."""
         return self._passes_left > 0
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was a pass."""
+        return self._passes_left < _FIRST_PASSES
+
     def note(self, name: str, tensor: Tensor, why: str, *, if_same: Tensor | None = None) -> None:
         """Have a tensor compared behind the next backward pass.
 

@@ -30,6 +30,9 @@ _WHY = (
     "ranks before the step"
 )
 
+# Between two backward passes of a model, that are noted.
+_MOST_STEPS = 8
+
 
 class TrainedBeside:
     """Notes the gradients of plain tensors that any optimizer is about to update.
@@ -55,6 +58,9 @@ class TrainedBeside:
         """Note what an optimizer updates; return whether to be told of others."""
         if not self._passes.is_open:
             return False
+        # A model that is not trained, a teacher's, has no pass that ends what is noted.
+        if not self._passes.has_begun or self._steps == _MOST_STEPS:
+            return True
         path, line = user_line()
         updated: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
         for index, each in enumerate(updated):
