@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._mesh.mesh import data_axes
+from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 
@@ -49,12 +50,13 @@ class DrawnAlike:
         is_over = self._num_passes > _COMPARED_PASS
         if is_over or not self._groups or rows is None or not torch.is_grad_enabled():
             return
-        found, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+        given = tuple(args), dict(kwargs)
+        found, names = pytree.tree_leaves(given), leaf_names(given)
         if len(found) != len(rows):
             return
         named = {
-            pytree.keystr(path[1:]): leaf
-            for (path, leaf), where in zip(found, rows, strict=True)
+            name[3:] if name.startswith("[") else name: leaf  # of [0] or [1]
+            for name, leaf, where in zip(names, found, rows, strict=True)
             if where is not None and _is_plain(leaf)
         }
         self._before, self._now = (

@@ -73,7 +73,8 @@ class TrainedBeside:
                 f"{type(optimizer).__name__}.step updates in {Path(path).name}, line {line} "
                 f"(step {self._steps}, tensor {index})"
             )
-            self._passes.note(name, each.grad, _WHY, if_same=each)
+            grad = each.grad.coalesce().values() if each.grad.is_sparse else each.grad
+            self._passes.note(name, grad, _WHY, if_same=each)
         self._steps += 1
         return True
 
