@@ -32,6 +32,7 @@ pytestmark = [
 ]
 
 DP, ZERO = "data_parallel.size", "data_parallel.zero_stage"
+ACCUMULATE = "batch.gradient_accumulation"
 ROWS, LENGTH, VOCABULARY = 4, 128, 2000
 
 
@@ -111,6 +112,22 @@ def test_frozen_parameters_have_no_gradients_and_no_states(
     check(kind, said)
 
 
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("llama", {DP: 1}),
+        ("llama", {DP: 8, ZERO: 1}),
+        ("llama", {DP: 8, ZERO: 2, "precision.reduce": "float32", ACCUMULATE: 2}),
+        ("llama", {DP: 8, ZERO: 3}),
+        ("vit", {DP: 8, ACCUMULATE: 2}),
+        ("vit", {DP: 8, ZERO: 1, ACCUMULATE: 2}),
+        ("vit", {DP: 8, ZERO: 2, "precision.reduce": "float32"}),
+    ],
+)
+def test_parameters_of_float32_that_compute_in_bfloat16(family: str, said: dict[str, Any]) -> None:
+    check(family, {**said, "precision.param": "bfloat16"})
+
+
 def measured(family: str, plan: ParallelPlan) -> int:
     """Return the most bytes that are given out at once in a second step."""
     gc.collect()  # what an earlier call was given would be given back in this one
@@ -154,7 +171,7 @@ def _changes(seen: Any) -> Iterator[int]:
         {DP: 1},
         {DP: 8},
         {DP: 8, ZERO: 1},
-        {DP: 8, ZERO: 1, "batch.gradient_accumulation": 2},
+        {DP: 8, ZERO: 1, ACCUMULATE: 2},
         {DP: 8, ZERO: 2, "recompute": "full"},
         {DP: 8, ZERO: 3},
     ],

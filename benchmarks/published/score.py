@@ -16,8 +16,7 @@ scales the parts of the peak that matrix products and attention reach. All other
   be faster than the published one, and whether the search has it at all.
 
 What is priced is the plan as vescale would run it, with two exceptions that every stack has: sums
-by the backend's own collectives, and gradients summed in the dtype of compute; and a third one
-that rows.json says of a stack: ``distributed_optimizer``, see :func:`copy_itemsize`.
+by the backend's own collectives, and gradients summed in the dtype of compute.
 """
 
 from __future__ import annotations
@@ -161,7 +160,6 @@ def search_of(row: Row, cluster: Cluster, **constraints: Any) -> Search:
         _STATES,
         "flops",
         accumulates=True,
-        copy_itemsize=copy_itemsize(row),
     )
     sharding = {
         **dict.fromkeys(("embed.weight", "head.weight"), "Shard(0)"),
@@ -216,21 +214,12 @@ def predicted(row: Row, cluster: Cluster) -> Price:
     numerics = Numerics(
         states=_STATES,
         compute_itemsize=2,
-        copy_itemsize=copy_itemsize(row),
+        casts=True,
         sums_first=sums_first(row),
     )
     memory = peak_memory(candidate, ranks, numerics=numerics, output_bytes=work.output_bytes)
     cost = step_cost(candidate, ranks, cluster, numerics=numerics)
     return Price(cost, memory, needed_bytes(memory, cluster))
-
-
-def copy_itemsize(row: Row) -> int | None:
-    """Return the bytes of an element of the sharded copy that a distributed optimizer updates.
-
-    There whole parameters have the 2 bytes of compute; vescale has them in both dtypes under ZeRO
-    1 and 2, and is priced so.
-    """
-    return PUBLISHED["stacks"][row["stack"]].get("distributed_optimizer")
 
 
 @functools.cache

@@ -203,7 +203,7 @@ def test_mixed_precision_keeps_a_copy_of_the_parameters() -> None:
     wide = peak_memory(
         candidate,
         _ranks(candidate),
-        numerics=Numerics(states=2, compute_itemsize=4),
+        numerics=Numerics(states=2, compute_itemsize=4, casts=True),
         output_bytes=0.0,
     )
     assert wide.parameters == pytest.approx(16e9 + 32e9)

@@ -115,6 +115,9 @@ def group_parameters(
     between its forward and its backward pass, ``in_parts`` whether gradients of micro-batches are
     added up first.
     """
+    if in_parts and reduce_dtype is not None:
+        for param in params:
+            _add_up_in(reduce_dtype, param)
     group_of = groups_of(model, blocks)
     members: dict[int | None, list[ShardedParameter]] = {None: []}
     for param in params:
@@ -135,3 +138,10 @@ def group_parameters(
     return param_group(None), [
         (model.get_submodule(blocks[index]), param_group(index)) for index in owned
     ]
+
+
+def _add_up_in(dtype: torch.dtype, param: ShardedParameter) -> None:
+    """Have autograd add gradients of micro-batches in the dtype of reductions, if it is wider."""
+    plain = param.unsharded
+    if plain is not None and plain.is_floating_point():
+        plain.grad_dtype = torch.promote_types(plain.dtype, dtype)

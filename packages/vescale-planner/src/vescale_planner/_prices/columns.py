@@ -24,17 +24,16 @@ class Numerics:
     Attributes:
         states: Tensors of a parameter's size that the optimizer keeps.
         compute_itemsize: Bytes of an element in forward and backward.
+        casts: Whether parameters are cast to what has them, from the dtype that they are kept in.
         reduce_itemsize: Of a gradient while it is summed; None as in backward.
-        copy_itemsize: Of a copy of the parameters that under ZeRO 1 and 2 only the optimizer's
-            shards have, as elsewhere; None for vescale, which updates whole parameters.
         keeps_buffers: As ``Cluster`` says.
         sums_first: Whether a pipeline adds up the gradients of micro-batches before it reduces.
     """
 
     states: int
     compute_itemsize: int
+    casts: bool = False
     reduce_itemsize: int | None = None
-    copy_itemsize: int | None = None
     keeps_buffers: bool = False
     sums_first: bool = True
 

@@ -28,7 +28,8 @@ def gradients_of(
     """
     nbytes = of_each(owned, lambda own: own.trained_bytes)
     shard = nbytes / columns.state_shard
-    sent, received = _buffers(columns, owned)
+    sums = _share_of_sums(owned, nbytes, numerics)
+    sent, received = (each * sums for each in _buffers(columns, owned))
     # In rank order a row of each rank arrives; a backend's own sum is of this rank's row.
     rows = 1.0 if columns.first.reduction == "ordered" else 1 / columns.shard
     has_copies = columns.layout.dp * columns.layout.cp > 1
@@ -37,23 +38,29 @@ def gradients_of(
     # theirs is kept: [Note: buffers of gradients] in vescale-parallel.
     left = np.where(sharded, shard, nbytes)
     idle = np.where(numerics.keeps_buffers & has_copies, left + sent + received, 0.0)
-    reduced = np.where(sharded, shard + sent + received, nbytes + received)
+    reduced = np.where(sharded, shard + sent + received, sums * nbytes + received)
+    # Whole gradients are cast for the optimizer when all are reduced.
+    cast = np.where(np.isclose(sums, 1.0) | ~has_copies, 0.0, sums * nbytes)
+    given = np.where(sharded, reduced, nbytes + cast + received)
     # Those of micro-batches are added up, by ZeRO 2 and 3 outside of pipelines in shards, but of
     # what is in no block.
     scatters = (columns.zero_stage >= 2) & (columns.layout.pp == 1 or not numerics.sums_first)
     outside = of_each(owned, lambda own: own.trained_outside)
     blocks = of_each(owned, lambda own: max(own.trained_blocks, default=0.0))
-    in_shards = shard + outside * (1 - 1 / columns.state_shard) + blocks * (1 + rows)
-    summed = np.where(scatters, in_shards, nbytes)
+    in_shards = shard + sums * outside * (1 - 1 / columns.state_shard)
+    in_shards = in_shards + sums * blocks * (1 + rows)
+    summed = np.where(scatters, in_shards, sums * nbytes)
     before = np.where(all_in_flight, 0.0, summed)
-    at_end = np.where(scatters, in_shards, nbytes + np.maximum(blocks, outside))
+    at_end = sums * (nbytes + np.maximum(blocks, outside))
+    at_end = np.where(sharded, at_end, np.maximum(at_end, nbytes + cast))
+    at_end = np.where(scatters, in_shards, at_end)
     at_end = np.where(has_copies, at_end, nbytes)
     found = (
         np.where(once, np.maximum(left, idle), before),  # forward ends
         np.where(once, idle, before),  # backward of the loss
         np.where(once, idle, before),  # of the last block
         np.where(once, np.maximum(reduced, idle), summed),  # of the first block
-        np.where(once, reduced, at_end),  # all are reduced
+        np.where(once, given, at_end),  # all are reduced
     )
     if columns.first.offload == "none":
         return found
@@ -61,6 +68,15 @@ def gradients_of(
     largest = np.maximum(blocks, outside)
     here = np.where((columns.zero_stage >= 2) & (nbytes > 0), largest, nbytes)
     return (here,) * len(found)
+
+
+def _share_of_sums(owned: Sequence[PipelineRank], nbytes: Values, numerics: Numerics) -> Values:
+    """Return how large gradients that are added up and sent are, beside an optimizer's."""
+    if numerics.reduce_itemsize is None and not numerics.casts:
+        return np.ones_like(nbytes)
+    numel = of_each(owned, lambda own: own.trained_numel)
+    itemsize = numerics.reduce_itemsize or numerics.compute_itemsize
+    return np.divide(numel * itemsize, nbytes, out=np.zeros_like(nbytes), where=nbytes > 0)
 
 
 def _buffers(columns: Columns, owned: Sequence[PipelineRank]) -> tuple[Values, Values]:

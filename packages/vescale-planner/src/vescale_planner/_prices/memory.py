@@ -194,7 +194,7 @@ def _held(
     first = columns.first
     nbytes, numel = of_each(owned, lambda own: own.nbytes), of_each(owned, lambda own: own.numel)
     shard, zero_stage, state_shard = columns.shard, columns.zero_stage, columns.state_shard
-    compute = numel * numerics.compute_itemsize
+    compute = numel * numerics.compute_itemsize if numerics.casts else nbytes
     copied = np.where(np.abs(compute - nbytes) > 1, compute, 0.0)
     # Stage 3 holds whole the parameters of the block that runs, of those gathered ahead, and of
     # what is in no block.
@@ -202,15 +202,14 @@ def _held(
     ahead = ahead + of_each(owned, lambda own: own.outside_bytes)
     scale = np.divide(compute, nbytes, out=np.zeros_like(nbytes), where=nbytes > 0)
     whole = np.where(columns.reshards, ahead, nbytes) * scale
-    gathered = np.where(shard > 1, whole, 0.0)
+    gathered = np.where((shard > 1) | (copied > 0), whole, 0.0)
     # Copies that share out optimizer state keep what they gather, besides their part of what is
     # updated, which is in its place there if it computes in its own dtype.
     updated = np.where(copied > 0, nbytes / state_shard, 0.0)
     own = np.where(columns.shares_state, compute / shard + updated, nbytes / shard)
-    replicated = nbytes + copied
-    if numerics.copy_itemsize is not None:
-        sharded = compute + numel * numerics.copy_itemsize / shard
-        replicated = np.where(zero_stage > 0, sharded, replicated)
+    # What is updated is a part of what computes, unless that has another dtype.
+    apart = np.where(zero_stage > 0, nbytes / shard, nbytes)
+    replicated = np.where(copied > 0, compute + apart, nbytes)
     stepped = of_each(owned, lambda own: own.stepped_bytes)
     if first.offload == "none":
         parameters = np.where(zero_stage == 3, own + gathered, replicated)

@@ -59,7 +59,6 @@ class Search:
         split_method: How blocks are divided over stages.
         example_batch: What sharding plans are compared with one device on.
         accumulates: Whether the rows of a replica without a pipeline are cut, unasked.
-        copy_itemsize: As of :class:`Numerics`.
         proposals: For each tensor-parallel size that was checked, how layers are cut.
         pipelines: For each kind of pipeline that was tried, why it would not run, or "". It does
             not depend on what tensor-parallel ranks shard.
@@ -78,7 +77,6 @@ class Search:
     split_method: SplitMethod
     example_batch: Any = None
     accumulates: bool = False
-    copy_itemsize: int | None = None
     proposals: dict[int, ShardingProposal] = field(default_factory=dict["int", ShardingProposal])
     pipelines: dict[Hashable, str] = field(default_factory=dict["Hashable", "str"])
     _sharding: dict[int, dict[str, str] | str] = field(
@@ -116,8 +114,8 @@ class Search:
         return Numerics(
             states=self.states,
             compute_itemsize=itemsize_of(get("precision.param"), self.workload.itemsize),
+            casts=get("precision.param") is not None,
             reduce_itemsize=None if reduce is None else itemsize_of(reduce, 0),
-            copy_itemsize=self.copy_itemsize,
             keeps_buffers=self.cluster.keeps_buffers,
             sums_first=get("pipeline_parallel.reduce_every", "step") == "step",
         )
