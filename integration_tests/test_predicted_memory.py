@@ -174,6 +174,7 @@ def _changes(seen: Any) -> Iterator[int]:
         {DP: 8, ZERO: 1, ACCUMULATE: 2},
         {DP: 8, ZERO: 2, "recompute": "full"},
         {DP: 8, ZERO: 3},
+        {DP: 8, ZERO: 2, "recompute": "selective"},
     ],
     ids=lambda said: ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in said.items()),
 )

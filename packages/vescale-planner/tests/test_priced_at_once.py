@@ -67,7 +67,7 @@ def random_candidate(draw: random.Random) -> Candidate:
         schedule=schedule,
         virtual_stages=stages,
         microbatches=microbatches,
-        recompute=draw.choice(("none", "full")),
+        recompute=draw.choice(("none", "selective", "full")),
         rows=microbatches * accumulation * draw.choice((1, 3)),
         accumulation=accumulation,
         prefetch=draw.choice((0, 1)),

@@ -29,7 +29,7 @@ RESHARD = "data_parallel.reshard_after_forward"
 REPLICATE = "data_parallel.replicate_size"
 SHARE_STATE = "data_parallel.replicate_zero_stage"
 ATTENDS = "context_parallel.method"
-_Recompute = Literal["none", "full"]
+_Recompute = Literal["none", "selective", "full"]
 Attends = Literal["all_to_all", "ring", "gather"]
 
 
@@ -104,7 +104,7 @@ class Candidate:
             + (not self.reshards)
             + 4 * (self.virtual_stages > 1)
             + (self.schedule == "gpipe")
-            + 5 * (self.recompute == "full")
+            + 5 * (self.recompute != "none")
             + 2 * (self.accumulation > 1)
         )
 
@@ -120,8 +120,9 @@ class Candidate:
             words.append(f"{counted(self.microbatches, 'micro-batch', 'es')} ({self.schedule})")
         if self.accumulation > 1:
             words.append(f"gradient accumulation {self.accumulation}")
-        if self.recompute == "full":
-            words.append("activations recomputed")
+        if self.recompute != "none":
+            in_part = " but for products" if self.recompute == "selective" else ""
+            words.append(f"activations recomputed{in_part}")
         return ", ".join(words)
 
 
@@ -266,10 +267,10 @@ def _recomputations(fixed: object) -> tuple[_Recompute, ...]:
 def priced_recompute(said: object) -> _Recompute:
     """Return as what a plan's ``recompute`` is priced.
 
-    Blocks that run again in part, or some of them, are taken to keep everything: they need less
-    memory than that, and more time.
+    Where only some blocks run again all are taken to keep everything: they need less memory than
+    that, and more time.
     """
-    return "full" if said == "full" else "none"
+    return said if said in ("selective", "full") else "none"
 
 
 def _zero_stages(

@@ -368,7 +368,7 @@ def _helpers(result: SearchResult, search: Search) -> dict[str, Memory]:
     """Return what could be changed about the smallest candidate, and its memory then."""
     least = result.too_large[0].candidate
     helpers: dict[str, Memory] = {}
-    if least.recompute == "none":
+    if least.recompute != "full":
         helpers["recompute 'full'"] = search.score(replace(least, recompute="full")).memory
     if least.layout.dp > 1 and least.zero_stage < 3:
         helpers["data_parallel.zero_stage 3"] = search.score(replace(least, zero_stage=3)).memory

@@ -1,4 +1,4 @@
-"""Where the pipeline is split, and what each rank of it then owns."""
+"""What each rank of a pipeline owns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from vescale_parallel import PartCost, StagePlacement, StageRule, balanced_starts
+from vescale_parallel import StagePlacement
 
 from ._parts import ParameterSize, Part
 from ._workload import Workload
@@ -167,6 +167,16 @@ class LocalPart:
         return self.part.output_bytes / self._handed_parts
 
     @cached_property
+    def products_bytes(self) -> float:
+        """What a block keeps that runs again but for its products, for one row.
+
+        Results of two of these, of attention and of the MLP, are no narrower than what it returns.
+        """
+        whole = min(2 * self.part.output_bytes, self.part.products_bytes)
+        inside = (self.part.products_bytes - whole) * _cut(self.share, self.tp)
+        return min(inside + whole + self.handed_bytes, self.saved_bytes)
+
+    @cached_property
     def numbers(self) -> tuple[object, ...]:
         """All that its price depends on: blocks of equal numbers are priced once."""
         part = self.part
@@ -174,8 +184,8 @@ class LocalPart:
         handed = part.output_bytes, part.input_bytes, part.width, part.keys_bytes
         how = (
             self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut,
-            self.gathered_bytes, part.widest_bytes, self.is_tied, self.has_backward,
-            self.trained_bytes, part.trained_share(of_experts=False),
+            self.gathered_bytes, part.widest_bytes, part.products_bytes, self.is_tied,
+            self.has_backward, self.trained_bytes, part.trained_share(of_experts=False),
         )  # fmt: skip
         if part.experts:
             sent = part.sent_bytes, part.num_exchanges, self.expert_share, self.experts_here
@@ -293,6 +303,12 @@ class PipelineRank:
         kept = ((p.handed_bytes if p.is_block else p.saved_bytes) * n for p, n in self.kinds)
         return sum(kept)
 
+    @cached_property
+    def products_bytes(self) -> float:
+        """Likewise, of blocks also what their products return."""
+        kept = ((p.products_bytes if p.is_block else p.saved_bytes) * n for p, n in self.kinds)
+        return sum(kept)
+
 
 def local_parts(
     workload: Workload,
@@ -368,32 +384,4 @@ def pipeline_ranks(
     return tuple(
         PipelineRank(tuple(stages[stage] for stage in placement.stages_of(rank)))
         for rank in range(placement.size)
-    )
-
-
-def stage_starts(workload: Workload, rule: StageRule, rows: float, ep: int = 1) -> list[int]:
-    """Return the first block of every stage, as :func:`balanced_starts` cuts.
-
-    Args:
-        workload: The model.
-        rule: What is to be even, over at most as many stages as blocks.
-        rows: Of a micro-batch.
-        ep: Ranks that share experts, whose bytes count on one of them.
-    """
-    tied = sum(each.numel for each in workload.tied), sum(each.nbytes for each in workload.tied)
-    after = _cost(workload.after, rows, ep) + PartCost(numel=tied[0], nbytes=tied[1])
-    blocks = [_cost(part, rows, ep) for part in workload.blocks]
-    return balanced_starts(_cost(workload.before, rows, ep), blocks, after, rule)
-
-
-def _cost(part: Part, rows: float, ep: int) -> PartCost:
-    elsewhere = 0
-    if ep > 1:
-        elsewhere = round(sum(each.nbytes * each.elsewhere(ep) for each in part.parameters))
-    return PartCost(
-        numel=part.numel,
-        nbytes=part.nbytes - elsewhere,
-        flops=part.flops * rows,
-        saved_bytes=part.saved_bytes * rows,
-        output_bytes=part.output_bytes * rows,
     )

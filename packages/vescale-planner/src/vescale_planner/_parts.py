@@ -67,6 +67,7 @@ class Part:
         norm_bytes: What its modules are called with that multiply nothing and return as much:
             name and bytes. Where such a norm needs features that are cut, they are gathered.
         widest_bytes: The largest tensor that one of its modules returns, of a block.
+        products_bytes: What its modules return that multiply or attend, of a block.
     """
 
     parameters: tuple[ParameterSize, ...] = ()
@@ -81,6 +82,7 @@ class Part:
     routed_rows: float = 0.0
     norm_bytes: tuple[tuple[str, float], ...] = ()
     widest_bytes: float = 0.0
+    products_bytes: float = 0.0
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -203,6 +205,7 @@ def observed_parts(
     rows = max(1, seen.rows)
     width = seen.blocks[0].output_bytes / rows if seen.blocks else 0.0
     norms, widest = _norm_bytes(seen, itemsize), _widest_bytes(seen, itemsize)
+    products = _products_bytes(seen, itemsize)
     before = Part(
         parameters=owned[0],
         flops=seen.before_flops / rows,
@@ -218,6 +221,7 @@ def observed_parts(
             keys_bytes=keys_share(parameters) * block.output_bytes / rows,
             norm_bytes=norms.get(block.fqn, ()),
             widest_bytes=widest[block.fqn],
+            products_bytes=products[block.fqn],
         )
         for parameters, block in zip(owned[1:-1], seen.blocks, strict=True)
     )
@@ -257,6 +261,28 @@ def _widest_bytes(seen: Observation, itemsize: int) -> dict[str, float]:
         if block is not None:
             numel = max((math.prod(shape) for shape in call.outputs), default=0)
             found[block] = max(found[block], numel * itemsize / max(1, seen.rows))
+    return found
+
+
+def _products_bytes(seen: Observation, itemsize: int) -> dict[str, float]:
+    """Return, for each block, what modules in it return that compute products themselves.
+
+    Attention is one of them, and returns as much as what it attends to its layer's output.
+    """
+    own = Counter[str]()
+    for call in seen.modules:
+        own[call.fqn] += call.flops
+    for fqn, flops in [*own.items()]:
+        holder = fqn.rpartition(".")[0]
+        while holder and holder not in own:  # a list, which is not called
+            holder = holder.rpartition(".")[0]
+        own[holder] -= flops
+    found = {block.fqn: 0.0 for block in seen.blocks}
+    for call in seen.modules:
+        block = _block_of(call.fqn, found)
+        if block is not None and own[call.fqn] > 0:
+            numel = sum(map(math.prod, call.outputs[:1]))
+            found[block] += numel * itemsize / max(1, seen.rows)
     return found
 
 
@@ -325,6 +351,8 @@ def estimated_parts(
             output_bytes=width * ASSUMED_TOKENS,
             keys_bytes=keys_share(parameters) * width * ASSUMED_TOKENS,
             widest_bytes=4 * width * ASSUMED_TOKENS,
+            # Four matrices of attention, what it attends, and the MLP's two.
+            products_bytes=10 * width * ASSUMED_TOKENS,
         )
 
     before = part(owned[0], vectors=0 if len(owned) > 2 else 17)

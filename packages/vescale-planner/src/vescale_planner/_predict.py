@@ -99,12 +99,12 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
     )
 
 
-def _recompute(plan: ParallelPlan, notes: list[str]) -> Literal["none", "full"]:
+def _recompute(plan: ParallelPlan, notes: list[str]) -> Literal["none", "selective", "full"]:
     priced = priced_recompute(plan.recompute)
     if plan.recompute != priced:
         notes.append(
-            "blocks that run again in part, or some of them, are priced as if they kept all "
-            "activations: they need less memory, and more time"
+            "blocks of which some run again are priced as if all kept all activations: they need "
+            "less memory, and more time"
         )
     return priced
 

@@ -120,6 +120,7 @@ def computed_in(workload: Workload, itemsize: int) -> Workload:
             sent_bytes=each.sent_bytes * factor,
             norm_bytes=tuple((fqn, nbytes * factor) for fqn, nbytes in each.norm_bytes),
             widest_bytes=each.widest_bytes * factor,
+            products_bytes=each.products_bytes * factor,
         )
 
     return replace(

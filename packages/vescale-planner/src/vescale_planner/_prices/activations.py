@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vescale_parallel import simulate_schedule
-from vescale_planner._partition import PipelineRank
+from vescale_planner._partition import LocalPart, PipelineRank
 
 from .columns import Columns, Numerics, Values, of_each
 
@@ -57,15 +57,11 @@ def activations_of(
         output_bytes: What the model returns for one row.
         numerics: Dtypes.
     """
-    rows, full = columns.rows_of_part, columns.recomputes
-    saved = of_each(owned, lambda own: own.saved_bytes)
-    kept = np.where(full, of_each(owned, lambda own: own.recomputed_bytes), saved) * rows
+    rows = columns.rows_of_part
+    kept, again = _kept(columns, owned)
     in_flight, of_all = _in_flight(columns, places)
     # Passes are spread over the virtual stages.
     one = kept / of_each(owned, lambda own: len(own.stages))
-
-    def largest_block(own: PipelineRank) -> float:
-        return max((p.saved_bytes for p, _ in own.kinds if p.is_block), default=0.0)
 
     def widest(own: PipelineRank) -> float:
         return max((p.widest_bytes for p, _ in own.kinds), default=0.0)
@@ -73,7 +69,7 @@ def activations_of(
     def sent_to_experts(own: PipelineRank) -> float:
         return max((p.part.sent_bytes for p, _ in own.kinds), default=0.0)
 
-    block = of_each(owned, largest_block) * rows
+    block = of_each(owned, lambda own: _largest_block(own, lambda p: p.saved_bytes)) * rows
     # Of a block's backward: the gradients of two of its widest tensors; of experts, what came from
     # other ranks and what they made of it.
     made = 2 * of_each(owned, widest) * rows
@@ -83,7 +79,7 @@ def activations_of(
     before = of_each(owned, _before_blocks) * rows
     all_kept = one * in_flight
     # The loss is through by then, and what it kept is free. What runs again is there whole.
-    of_last = all_kept - behind + np.where(full, block, 0.0) + made
+    of_last = all_kept - behind + again + made
     of_first = one * (in_flight - 1) + before + block + made
     # Logits, their gradient and that of their logarithms. A caller has those of one pass. Where
     # they are cut, their exponentials are there, too, in forward and in backward.
@@ -103,6 +99,27 @@ def activations_of(
         ),
         all_in_flight=in_flight >= of_all,
     )
+
+
+def _kept(columns: Columns, owned: Sequence[PipelineRank]) -> tuple[Values, Values]:
+    """Return what a micro-batch keeps, and what a block that runs again makes of it besides."""
+    full, in_part = columns.recomputes, columns.keeps_products
+    kept = np.where(
+        in_part,
+        of_each(owned, lambda own: own.products_bytes),
+        of_each(owned, lambda own: own.saved_bytes),
+    )
+    kept = np.where(full, of_each(owned, lambda own: own.recomputed_bytes), kept)
+    rest = of_each(
+        owned, lambda own: _largest_block(own, lambda p: p.saved_bytes - p.products_bytes)
+    )
+    whole = of_each(owned, lambda own: _largest_block(own, lambda p: p.saved_bytes))
+    again = np.where(full, whole, np.where(in_part, rest, 0.0))
+    return kept * columns.rows_of_part, again * columns.rows_of_part
+
+
+def _largest_block(own: PipelineRank, nbytes: Callable[[LocalPart], float]) -> float:
+    return max((nbytes(p) for p, _ in own.kinds if p.is_block), default=0.0)
 
 
 def _before_blocks(own: PipelineRank) -> float:

@@ -50,6 +50,7 @@ class Columns:
         accumulation: Times that those run.
         rows: Of a replica in a step.
         recomputes: Whether all blocks run again in backward.
+        keeps_products: Whether they do but for products of matrices and attention.
         reshards: Whether ZeRO 3 frees blocks between forward and backward.
         shares_state: Whether copies share out the optimizer state.
     """
@@ -61,6 +62,7 @@ class Columns:
     accumulation: Counts
     rows: Counts
     recomputes: NDArray[np.bool_]
+    keeps_products: NDArray[np.bool_]
     reshards: NDArray[np.bool_]
     shares_state: NDArray[np.bool_]
 
@@ -108,6 +110,11 @@ class Columns:
         """Forwards that a block takes in time: backward is two, recomputation one."""
         return np.where(self.recomputes, 4, 3)
 
+    @cached_property
+    def runs_again(self) -> NDArray[np.bool_]:
+        """Whether blocks run again, at least what is no product of matrices and no attention."""
+        return self.recomputes | self.keeps_products
+
 
 def kind_of(candidate: Candidate) -> Hashable:
     """Return what candidates share that are priced together."""
@@ -127,6 +134,7 @@ def columns_of(candidates: Sequence[Candidate]) -> Columns:
         np.array([each.accumulation for each in candidates]),
         np.array([each.rows for each in candidates]),
         np.array([each.recompute == "full" for each in candidates]),
+        np.array([each.recompute == "selective" for each in candidates]),
         np.array([each.reshards for each in candidates]),
         np.array([each.shares_state for each in candidates]),
     )

@@ -244,8 +244,10 @@ def _compute(
     backward = _ATTENTION_BACKWARD if p.has_backward else 0.0
     attention = (np.maximum(passes - 2, 1) + backward) * rows * p.attention_flops
     attention /= peak * cluster.attention_efficiency
-    moved = (passes + 1) * rows * p.saved_bytes / memory
-    starting = passes * (_OPERATORS * cluster.launch_seconds if p.is_block else 0.0)
+    # What is no product runs again, too, where blocks keep these.
+    others = passes + (columns.keeps_products if p.is_block and p.has_backward else 0)
+    moved = (others + 1) * rows * p.saved_bytes / memory
+    starting = others * (_OPERATORS * cluster.launch_seconds if p.is_block else 0.0)
     if not cluster.runs_ahead:
         return matrix, attention, moved + starting
     return matrix, attention, np.maximum(moved, starting - matrix - attention)
@@ -336,10 +338,12 @@ def _tensor_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values
     group = Group(layout.tp)
     handed = p.part.output_bytes * rows
     if p.is_block:
-        count = np.where(columns.recomputes, 6, 4)
+        count = np.where(columns.runs_again, 6, 4)
         norms = nothing
         if p.gathered_bytes:
-            norms = (_passes(columns, p) - 1) * all_gather(p.gathered_bytes * rows, group, cluster)
+            norms = (_passes(columns, p) - 1 + columns.keeps_products) * all_gather(
+                p.gathered_bytes * rows, group, cluster
+            )
         if not p.part.output_bytes:
             return norms
         return norms + count * all_reduce(handed, group, cluster)

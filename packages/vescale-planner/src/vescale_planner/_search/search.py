@@ -28,7 +28,6 @@ from vescale_planner._partition import (
     Sharded,
     local_parts,
     pipeline_ranks,
-    stage_starts,
 )
 from vescale_planner._prices.columns import Numerics, columns_of, kind_of
 from vescale_planner._prices.cost import Cost, step_cost, step_costs
@@ -44,6 +43,7 @@ from vescale_planner.cluster import Cluster
 
 from .ranking import ScoredCandidate, SearchResult, distinct, ranked
 from .sharding import decides_sharding, found_sharding
+from .stage_starts import stage_starts
 
 
 @dataclass
