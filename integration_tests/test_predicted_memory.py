@@ -33,6 +33,7 @@ pytestmark = [
 
 DP, ZERO = "data_parallel.size", "data_parallel.zero_stage"
 ACCUMULATE = "batch.gradient_accumulation"
+COPIES = "data_parallel.replicate_size"
 ROWS, LENGTH, VOCABULARY = 4, 128, 2000
 
 
@@ -126,6 +127,19 @@ def test_frozen_parameters_have_no_gradients_and_no_states(
 )
 def test_parameters_of_float32_that_compute_in_bfloat16(family: str, said: dict[str, Any]) -> None:
     check(family, {**said, "precision.param": "bfloat16"})
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {ZERO: 1, COPIES: 2, "data_parallel.reduction": "library"},
+        {ZERO: 2, COPIES: 4},
+        {ZERO: 3, COPIES: 2},
+        {ZERO: 3, COPIES: 2, "data_parallel.replicate_zero_stage": 1},
+    ],
+)
+def test_copies_of_shards_have_gradients_of_more_blocks_under_way(said: dict[str, Any]) -> None:
+    check("vit", {DP: 8, **said})
 
 
 def measured(family: str, plan: ParallelPlan) -> int:

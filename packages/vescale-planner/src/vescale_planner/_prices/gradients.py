@@ -82,18 +82,24 @@ def _share_of_sums(owned: Sequence[PipelineRank], nbytes: Values, numerics: Nume
 def _buffers(columns: Columns, owned: Sequence[PipelineRank]) -> tuple[Values, Values]:
     """Return the bytes that gradients are sent from, beside themselves, and that they arrive in.
 
-    Rows of what is in no block, and of a block: under ZeRO 1 of two, of which one is under way.
-    What arrives, in rank order, is as large as the larger of both. Two ranks sum whole gradients
-    in place, as do all that leave the order to the backend.
+    Rows of what is in no block, and of a block, and of blocks that are under way while the next
+    are written: one under ZeRO 1, and one for each collective with which shards' copies add up
+    theirs then. What arrives, in rank order, is as large as the larger of the first two, and as
+    those under way to copies, unless they share it out. Two ranks sum whole gradients in place, as
+    do all that leave the order to the backend.
     """
     blocks = of_each(owned, lambda own: max(own.trained_blocks, default=0.0))
     again = of_each(owned, lambda own: sum(own.trained_blocks[1:2]))
     outside = of_each(owned, lambda own: own.trained_outside)
-    sent = np.where(columns.zero_stage == 1, again, 0.0) + blocks + outside
+    in_order = columns.first.reduction == "ordered"
+    num_more = np.where(columns.replicate > 1, 1 + (in_order & (columns.replicate > 2)), 0)
+    sent = ((columns.zero_stage == 1) + num_more) * again + blocks + outside
     largest, num_ranks = np.maximum(blocks, outside), columns.layout.dp * columns.layout.cp
     sharded = (columns.zero_stage > 0) & (num_ranks > 1)
-    if columns.first.reduction == "ordered":
-        received = np.where(sharded | (num_ranks > 2), largest, 0.0)
+    to_copies = np.where(columns.shares_state, 0, num_more) * again
+    if in_order:
+        received = np.where(sharded, largest + to_copies, 0.0)
+        received = np.where(~sharded & (num_ranks > 2), largest, received)
     else:
-        received = np.where(sharded, largest / columns.shard, 0.0)
+        received = np.where(sharded, (largest + to_copies) / columns.shard, 0.0)
     return np.where(sharded, sent, 0.0), received
