@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import UserDict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from .plans import (
 )
 from .planted_bugs import BUGS, MODELS, found
 
+HALF = {"precision.param": "bfloat16", "precision.reduce": "float32"}
 RIGHT: dict[str, tuple[str, Constraints]] = {
     "tp": ("tied", {TP: 2}),
     "zero2": ("blocks", {DP: 4, ZERO: 2}),
@@ -43,9 +45,13 @@ RIGHT: dict[str, tuple[str, Constraints]] = {
     "pp": ("dropout", {PP: 2, PARTS: 4}),
     "ep": ("mixtral", {DP: 2, EP: 2, ZERO: 3}),
     "accumulation": ("blocks", {DP: 2, "batch.gradient_accumulation": 2}),
+    "zero2 in bfloat16": ("tied", {DP: 2, ZERO: 2, **HALF}),
     "cp-ring": ("llama", {CP: 2, "context_parallel.method": "ring"}),
 }
 RIGHT_AT_NIGHT: dict[str, tuple[str, Constraints]] = {
+    "pp in bfloat16": ("blocks", {PP: 2, PARTS: 4, **HALF}),
+    "tp-zero3 in bfloat16": ("llama", {TP: 2, DP: 2, ZERO: 3, **HALF}),
+    "ep in bfloat16": ("mixtral", {DP: 2, EP: 2, ZERO: 1, **HALF}),
     "tp-sequence-zero3": ("llama", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3}),
     "dp": ("dropout", {DP: 4}),
     "pp-tp": ("blocks", {PP: 2, PARTS: 2, TP: 2}),
@@ -123,6 +129,23 @@ def test_low_precision_is_judged_by_what_rounding_does() -> None:
     build, batch = MODELS["blocks"]
     report = vescale.verify(make_plan({TP: 2}), build, batch(), steps=2, dtype=torch.bfloat16)
     assert report.passed, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a row-wise layer is not summed over ranks",
+        "a rank's gradient is left out",
+        "a tied weight has the gradient of one stage",
+    ],
+)
+def test_a_bug_of_a_plan_that_computes_in_bfloat16_is_found(name: str) -> None:
+    bug = BUGS[name]
+    report = found(replace(bug, plan={**bug.plan, **HALF}))
+    divergence = report.divergence
+    assert divergence is not None
+    assert (divergence.step, divergence.what) == (1, bug.what), report
 
 
 class Bilinear(nn.Module):

@@ -64,7 +64,7 @@ def verify(
     What rounding explains is measured, as TTrace does: one device trains from parameters that are
     off by one machine epsilon, too, and a tensor may be off by 16 times what it was then, or 32
     epsilons of its largest element. The epsilon is that of the coarsest dtype in which the model
-    computes.
+    computes, or has the plan compute (``precision``).
 
     Args:
         plan: What to verify.
@@ -235,7 +235,9 @@ def _expected(program: Program, plan: ParallelPlan) -> Expected:
             "it as it is, or have it compute otherwise (of transformers' experts, "
             'config._experts_implementation = "eager")'
         ) from error
-    epsilon = max((torch.finfo(dtype).eps for dtype in dtypes.found), default=0.0)
+    said = plan.precision.param, plan.precision.reduce
+    computed = dtypes.found | {getattr(torch, name) for name in said if name is not None}
+    epsilon = max((torch.finfo(dtype).eps for dtype in computed), default=0.0)
 
     # Micro-batches draw one after the other, so their numbers are not those of a whole batch.
     in_shards = record.draws and num_parts(plan) > 1
