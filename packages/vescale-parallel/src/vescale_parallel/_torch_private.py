@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar, cast
@@ -83,11 +83,11 @@ __all__ = [
     "comes_to",
     "compiled_as_one_graph",
     "compiled_graph",
+    "compiler_in_force",
     "current_dispatch_mode",
     "current_function_mode",
     "default_store",
     "fake_like",
-    "follow_step",
     "foreach_copy_",
     "foreach_zero_",
     "function_modes",
@@ -95,6 +95,7 @@ __all__ = [
     "global_forward_pre_hooks",
     "group_timeout",
     "is_dynamo_error",
+    "is_frame_of_disabled",
     "is_in_backward",
     "is_in_compiled_function",
     "is_transformed",
@@ -107,10 +108,11 @@ __all__ = [
     "parameters_of_ddp",
     "pytree",
     "restarts_compilation",
+    "run_once_as_written",
     "saved_tensors_hooks_in_force",
     "set_timeout",
     "set_version",
-    "shared_by",
+    "unlimited_programs",
     "unseen_functions",
     "version_of",
 ]
@@ -153,34 +155,6 @@ def version_of(tensor: torch.Tensor) -> int:
 def set_version(tensor: torch.Tensor, version: int) -> None:
     """Have torch count no more writes to a tensor than there were."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
-
-
-def follow_step(optimizer: torch.optim.Optimizer) -> None:
-    """Have a scheduler that was made of an optimizer follow the ``step`` of its class of now.
-
-    A scheduler hangs a ``step`` on the optimizer itself, which calls that of its class of then.
-
-    Raises:
-        ValueError: If something else hangs there.
-    """
-    hung = vars(optimizer).pop("step", None)
-    if hung is None:
-        return
-    if not hasattr(hung, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            f"the step of this {type(optimizer).__name__} was replaced by another function, which "
-            "would run on distributed parameters; replace it after parallelize"
-        )
-    held = weakref.ref(optimizer)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        own = held()
-        assert own is not None
-        vars(own)["_opt_called"] = True  # looked at by the scheduler's own step
-        return type(own).step(own, *args, **kwargs)
-
-    vars(step)["_wrapped_by_lr_sched"] = True
-    vars(optimizer)["step"] = step
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:
@@ -371,23 +345,38 @@ def as_written() -> Iterator[None]:
         _eval_frame.set_eval_frame(before)
 
 
-@contextlib.contextmanager
-def shared_by(num_programs: int) -> Iterator[None]:
-    """Let torch.compile compile each code object as often for each of several programs.
+def compiler_in_force(exchanged_for: Any = None) -> Any:
+    """Return what torch.compile calls of functions without a program, in this thread.
 
-    It gives up code that was compiled more often than a limit; where a graph breaks, what is
-    behind the break is the user's own function, one for all blocks.
+    A callable that takes a frame, or None or False if nothing is compiled.
     """
-    config: Any = torch._dynamo.config
-    names = ("recompile_limit", "accumulated_recompile_limit")
-    held = {name: getattr(config, name) for name in names}
-    for name, limit in held.items():
-        setattr(config, name, limit * num_programs)
-    try:
-        yield
-    finally:
-        for name, limit in held.items():
-            setattr(config, name, limit)
+    if exchanged_for is None:
+        return _eval_frame.get_eval_frame_callback()
+    return _eval_frame.set_eval_frame(exchanged_for)
+
+
+def unlimited_programs() -> contextlib.AbstractContextManager[None]:
+    """Let torch.compile compile code again, however often it has."""
+    limits = ("recompile_limit", "accumulated_recompile_limit")
+    return cast("Any", torch._dynamo).config.patch(dict.fromkeys(limits, sys.maxsize))
+
+
+def is_frame_of_disabled(depth: int) -> bool:
+    """Whether a caller is what ``torch.compiler.disable(recursive=False)`` made of a function.
+
+    torch looks for it on the stack, right before its own frames: ours would be between them.
+    """
+    decorators: Any = torch._dynamo.decorators  # pyright: ignore[reportAttributeAccessIssue]
+    code = getattr(decorators, "_nonrecursive_disable_wrapper_code", None)
+    return sys._getframe(depth).f_code is code
+
+
+def run_once_as_written(*, what_it_calls: bool) -> Any:
+    """Return what has torch.compile make no program of a function, in this call of it."""
+    types: Any = torch._dynamo.types  # pyright: ignore[reportAttributeAccessIssue]
+    no, yes = types.FrameAction.RUN_ONLY, types.FrameAction.DEFAULT
+    way = types.FrameExecStrategy(no, no if what_it_calls else yes)
+    return types.ConvertFrameReturn(frame_exec_strategy=way, apply_to_code=False)
 
 
 def restarts_compilation(error: Exception) -> bool:

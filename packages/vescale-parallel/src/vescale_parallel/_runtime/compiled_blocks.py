@@ -12,8 +12,7 @@ runs so alone, and the graph breaks there.
 
 Every block has code of its own to compile, since the guards of a compiled program name one block,
 and torch gives code up that was compiled more often than ``torch._dynamo.config.recompile_limit``.
-Code behind a break is the user's, one for all blocks of all models of a process, emulated ranks
-among them, and may be compiled that often for each.
+Of code behind a break see :mod:`.compiled_frames`.
 """
 
 from __future__ import annotations
@@ -25,9 +24,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from vescale_parallel._cross_replica.context.intercept import AttentionMode
+from vescale_parallel._cross_replica.context.intercept import (
+    AttentionMode,
+    refuse_compiled_attention,
+)
 from vescale_parallel._model.code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._pipeline.cuts.derived import NamesDerived
@@ -41,9 +44,10 @@ from vescale_parallel._torch_private import (
     function_modes,
     is_dynamo_error,
     restarts_compilation,
-    shared_by,
     unseen_functions,
 )
+
+from .compiled_frames import CompiledFrames
 
 # Modes that need not see what blocks compute: they are about code between blocks, or go on without
 # what they did not see. Others look at the first call of a form, which then runs as it is written.
@@ -51,6 +55,12 @@ _PASSED_BY = (HookedNodes, NamesDerived)
 
 # Whose lines are not those of the user's model.
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+
+# Of a block that was called and has no graphs.
+_NO_GRAPH = (
+    "torch.compile made no graph of it: nothing in it computes; or compiling is switched off, or "
+    "was for code that it calls, as at a limit of torch (torch._dynamo.reset() begins anew)"
+)
 
 _CoupledIn = Callable[[str], bool]
 
@@ -63,7 +73,8 @@ class CompiledBlock:
         num_graphs: Graphs that were compiled so far: for training and evaluation, for other
             shapes, and behind breaks.
         breaks: Where a graph ends before the block does: ``"file:line: why"``.
-        eager: Why the block runs as it is written, always or in some calls; ``""`` if it does not.
+        eager: Why the block, or what it calls, runs as it is written, always or in some calls;
+            ``""`` if it does not.
     """
 
     num_graphs: int
@@ -78,10 +89,7 @@ class _Compiler:
     which would be held for as long, too: what is behind a break is code of the process.
     """
 
-    num_made = 0
-
     def __init__(self, backend: str, crosses: bool) -> None:
-        _Compiler.num_made += 1
         self._backend, self._crosses = backend, crosses
         self.breaks: dict[str, None] = {}
         self.num_graphs, self.has_run, self.failure = 0, False, ""
@@ -96,6 +104,7 @@ class _Compiler:
             raise RuntimeError(
                 "it writes in place into an activation that tensor-parallel ranks share"
             )
+        attends = _attends(graph)
         run = cast("Callable[..., Any]", graph.forward)
         try:
             run = compiled_graph(graph, inputs, self._backend)
@@ -106,6 +115,8 @@ class _Compiler:
             self.failure = _first_line(error)
 
         def run_graph(*inputs: Any) -> Any:
+            if attends:
+                refuse_compiled_attention()
             self.has_run = True
             return run(*inputs)
 
@@ -122,12 +133,14 @@ class _CompiledForward:
         backend: str,
         is_coupled: _CoupledIn,
         boundary: Boundary | None,
+        num_modules: int,
     ) -> None:
         self._fqn, self._forward = fqn, forward
         self._is_coupled, self._boundary = is_coupled, boundary
         self._compiler = _Compiler(backend, boundary is not None)
         run = _calling(forward) if boundary is None else _crossing(forward, boundary)
-        self._compiled = torch.compile(run, backend=self._compiler)
+        self._frames = CompiledFrames(run, num_modules)
+        self._compiled = torch.compile(_seen_by(self._frames), backend=self._compiler)
         self._eager = ""
 
     def report(self) -> CompiledBlock:
@@ -141,11 +154,7 @@ class _CompiledForward:
         compiler.has_run = False
         try:
             with unseen_functions() if function_modes() else contextlib.nullcontext():
-                if compiler.num_graphs and not compiler.breaks:
-                    output = self._compiled(*args, **kwargs)
-                else:  # code behind a break is shared by all blocks, of all models
-                    with shared_by(_Compiler.num_made):
-                        output = self._compiled(*args, **kwargs)
+                output = self._compiled(*args, **kwargs)
         except Exception as error:
             # Of what has run in part, effects would come twice.
             if compiler.has_run or not is_dynamo_error(error):
@@ -157,6 +166,8 @@ class _CompiledForward:
                 f"compile 'blocks': {self._fqn!r} is not compiled and runs as it is written, for "
                 f"this rank: {compiler.failure}"
             )
+        elif self._frames.given_up or not compiler.num_graphs:
+            self._run_eager_as("; ".join(self._frames.given_up) or _NO_GRAPH)
         return output
 
     def _is_seen(self) -> bool:
@@ -202,7 +213,8 @@ def compile_blocks(
     found: dict[str, _CompiledForward] = {}
     for fqn in blocks:
         block = model.get_submodule(fqn)
-        found[fqn] = _CompiledForward(fqn, block.forward, backend, is_coupled, boundary)
+        size = sum(1 for _ in block.modules())
+        found[fqn] = _CompiledForward(fqn, block.forward, backend, is_coupled, boundary, size)
         block.forward = found[fqn]
     object.__setattr__(model, "_vescale_compiled", found)
 
@@ -210,8 +222,8 @@ def compile_blocks(
 def compile_report(model: nn.Module) -> dict[str, CompiledBlock]:
     """Return what became of the blocks that a plan with ``compile`` has compiled, by FQN.
 
-    Only of blocks of this rank, and as of now: a block is compiled when it is first called, again
-    for calls of another kind.
+    As of now: a block is compiled when it is first called, again for calls of another kind. Blocks
+    that other ranks of a pipeline run have no graphs here.
 
     Raises:
         ValueError: If the model's plan compiles nothing.
@@ -223,6 +235,13 @@ def compile_report(model: nn.Module) -> dict[str, CompiledBlock]:
             f"{type(model).__name__} of which nothing is compiled"
         )
     return {fqn: forward.report() for fqn, forward in found.items()}
+
+
+def _seen_by(frames: CompiledFrames) -> Callable[..., Any]:
+    def begin(*args: Any, **kwargs: Any) -> Any:
+        return frames.run(*args, **kwargs)
+
+    return begin
 
 
 def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,6 +260,15 @@ def _crossing(forward: Callable[..., Any], boundary: Boundary) -> Callable[..., 
         return output
 
     return with_own_code(run)
+
+
+def _attends(graph: nn.Module) -> bool:
+    """Whether a graph calls attention."""
+    return any(
+        node.target is F.scaled_dot_product_attention
+        for part in graph.modules()
+        for node in getattr(getattr(part, "graph", None), "nodes", ())
+    )
 
 
 def _said(reason: Any) -> str:

@@ -40,6 +40,28 @@ class _OfThread(threading.local):
     attending = ""
 
 
+class _OnSlices(threading.local):
+    block = ""
+
+
+_on_slices = _OnSlices()
+
+
+def refuse_compiled_attention() -> None:
+    """Refuse attention in what was compiled of a block that runs on slices now.
+
+    Raises:
+        ValueError: If there is such a block.
+    """
+    if _on_slices.block:
+        raise ValueError(
+            f"context_parallel: {_on_slices.block!r} is compiled and calls attention in a module "
+            "in which it called none when a call of this form was compared with one device. Begin "
+            "with a call in which all of the block attends, give calls that attend otherwise an "
+            "argument of another kind, or leave compile out of the plan"
+        )
+
+
 class Interception:
     """Has attention be computed by another, within the forwards that it is told of.
 
@@ -57,8 +79,23 @@ class Interception:
     def of_block(
         self, forward: Callable[..., Any], attends: Callable[[], bool], fqn: str
     ) -> Callable[..., Any]:
-        """Return the forward of a block; ``attends()`` says whether its own code is known to."""
-        return self._around(forward, attends if self._compiled else lambda: True, fqn)
+        """Return the forward of a block; ``attends()`` says whether its own code is known to.
+
+        Of one that is compiled, no other modules may attend than those that are known to.
+        """
+        if not self._compiled:
+            return self._around(forward, lambda: True, fqn)
+        attend = self._around(forward, attends, fqn)
+
+        @functools.wraps(forward)
+        def on_slices(*args: Any, **kwargs: Any) -> Any:
+            held, _on_slices.block = _on_slices.block, fqn
+            try:
+                return attend(*args, **kwargs)
+            finally:
+                _on_slices.block = held
+
+        return on_slices
 
     def of_module(
         self, forward: Callable[..., Any], is_now: Callable[[], bool], fqn: str

@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from vescale_dtensor import DTensor
 from vescale_parallel._runtime.module import ParallelModule
-from vescale_parallel._torch_private import follow_step
 
 from .block_state import BlockState, refuse_cut_blocks
 from .example_check import check_updates
@@ -133,5 +132,33 @@ def _with(
     optimizer._vescale_names, optimizer._vescale_is_known = names, updates_of(cls) is not None
     optimizer._vescale_engine = weakref.ref(model._vescale_engine)
     optimizer._vescale_plain, optimizer._vescale_state = plain, PlainState(plain)
-    follow_step(optimizer)
+    _follow_step(optimizer)
     return optimizer
+
+
+def _follow_step(optimizer: Optimizer) -> None:
+    """Have a scheduler that was made of an optimizer follow the ``step`` of its class of now.
+
+    A scheduler hangs a ``step`` on the optimizer itself, which calls that of its class of then.
+
+    Raises:
+        ValueError: If something else hangs there.
+    """
+    hung = vars(optimizer).pop("step", None)
+    if hung is None:
+        return
+    if not hasattr(hung, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"the step of this {type(optimizer).__name__} was replaced by another function, which "
+            "would run on distributed parameters; replace it after parallelize"
+        )
+    held = weakref.ref(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        own = held()
+        assert own is not None
+        vars(own)["_opt_called"] = True  # looked at by the scheduler's own step
+        return type(own).step(own, *args, **kwargs)
+
+    vars(step)["_wrapped_by_lr_sched"] = True
+    vars(optimizer)["step"] = step
