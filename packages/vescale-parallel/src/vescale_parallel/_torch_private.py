@@ -62,6 +62,9 @@ foreach_copy_: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch.
 # Fills a list of tensors with zeros, in one operator.
 foreach_zero_: Callable[[list[torch.Tensor]], None] = torch._foreach_zero_  # pyright: ignore[reportPrivateImportUsage]
 
+# How schedulers mark a ``step`` that they hang on an optimizer, and learn that it was called.
+HUNG_BY_SCHEDULER, STEP_WAS_CALLED = "_wrapped_by_lr_sched", "_opt_called"
+
 # Has no mode and no tensor subclass see functions; without it a mode that looks at what a module
 # calls would take this package's own bookkeeping for the module's.
 unseen_functions: Any = torch._C.DisableTorchFunction
@@ -73,6 +76,8 @@ saved_tensors_hooks_in_force: Callable[[bool], tuple[Any, Any] | None] = (
 )
 
 __all__ = [
+    "HUNG_BY_SCHEDULER",
+    "STEP_WAS_CALLED",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from vescale_dtensor import DTensor
 from vescale_parallel._runtime.module import ParallelModule
+from vescale_parallel._torch_private import HUNG_BY_SCHEDULER, STEP_WAS_CALLED
 
 from .block_state import BlockState, refuse_cut_blocks
 from .example_check import check_updates
@@ -147,7 +148,7 @@ def _follow_step(optimizer: Optimizer) -> None:
     hung = vars(optimizer).pop("step", None)
     if hung is None:
         return
-    if not hasattr(hung, "_wrapped_by_lr_sched"):
+    if not hasattr(hung, HUNG_BY_SCHEDULER):
         raise ValueError(
             f"the step of this {type(optimizer).__name__} was replaced by another function, which "
             "would run on distributed parameters; replace it after parallelize"
@@ -157,8 +158,8 @@ def _follow_step(optimizer: Optimizer) -> None:
     def step(*args: Any, **kwargs: Any) -> Any:
         own = held()
         assert own is not None
-        vars(own)["_opt_called"] = True  # looked at by the scheduler's own step
+        vars(own)[STEP_WAS_CALLED] = True  # looked at by the scheduler's own step
         return type(own).step(own, *args, **kwargs)
 
-    vars(step)["_wrapped_by_lr_sched"] = True
+    vars(step)[HUNG_BY_SCHEDULER] = True
     vars(optimizer)["step"] = step
