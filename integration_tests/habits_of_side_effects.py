@@ -146,7 +146,12 @@ class Hooked(nn.Module):
             hooked: list[nn.Module] = [block.get_submodule("down") for block in self.blocks]
         else:
             hooked = [*self.blocks]
-        for index, module in enumerate(hooked):
+        self.hooked = hooked
+        if way != "later":
+            self.keep()
+
+    def keep(self) -> None:
+        for index, module in enumerate(self.hooked):
             module.register_forward_hook(self._keeping(index))
 
     def _keeping(self, index: int) -> Any:
@@ -194,6 +199,20 @@ def _leave_penalty(block: Any, _: Any, output: Tensor) -> None:
 
 def hooked(run: Run, way: str) -> None:
     run.train(Hooked(way))
+
+
+def hooked_later(run: Run) -> None:
+    """Add the hooks behind a step."""
+    model, optimizer = run.start(Hooked("later"))
+    for number, batch in enumerate(rows()):
+        loss = model(run.part(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+        if not number:
+            model.keep()
+    run.finish(model)
 
 
 def not_found(run: Run) -> str:

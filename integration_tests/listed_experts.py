@@ -332,11 +332,9 @@ def train_layers(
             made.backward()
             loss += made.item()
         losses.append(loss)
-        for parameter in model.parameters() if constraints is None else ():
-            if parameter.grad is None:  # of an expert without a token, zeros under a plan
-                parameter.grad = torch.zeros_like(parameter)
-        if not step:
-            grads = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+        if not step:  # None for an expert that was not called
+            of_each = {name: p.grad for name, p in model.named_parameters()}
+            grads = {name: whole(g).clone() for name, g in of_each.items() if g is not None}
         norms.append(float(whole(nn.utils.clip_grad_norm_(model.parameters(), 0.5))))
         optimizer.step()
         optimizer.zero_grad()

@@ -61,6 +61,14 @@ def test_a_pipeline_refuses_hooks_that_keep_for_forward(world2: World, way: str)
 
 
 @pytest.mark.slow
+def test_a_pipeline_refuses_hooks_that_keep_for_forward_when_they_are_added(
+    world2: World,
+) -> None:
+    message = r"a hook of 'blocks\.0.*' puts activations into .*, which forward reads"
+    check(world2, ValueError, message, both, habits.hooked_later, PIPELINE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["zero3", "zero3-recompute"])
 def test_hooks_keep_for_forward_without_a_pipeline(world2: World, plan: str) -> None:
     right(world2, functools.partial(habits.hooked, way="a list"), PLANS[plan])

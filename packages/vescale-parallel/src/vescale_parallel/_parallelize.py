@@ -34,14 +34,15 @@ from ._loss.loss_fn import LossFn, check_loss_fn, give_loss
 from ._mesh.agreement import barrier, check_agreement
 from ._mesh.data_ranks import DataRanks
 from ._mesh.mesh import (
-    DATA_AXES,
     axis_group,
     axis_rank,
     axis_size,
     batch_mesh,
     build_mesh,
     context_group,
+    cuts_rows_in_order,
     data_groups,
+    rows_mesh,
     second_group,
     state_mesh,
 )
@@ -370,13 +371,13 @@ def _batch_rows(
     experts: FoundExperts,
     lists: Sequence[ListDispatch],
 ) -> BatchRows:
-    axes = tuple(n for n in mesh.mesh_dim_names or () if n in DATA_AXES)
     regions = None
     context = plan.context_parallel.size
     if plan.data_parallel.size > 1 and plan.pipeline_parallel.size == 1:
         tp_mesh = mesh["tp"] if axis_size(mesh, "tp") > 1 else None
-        with_tp = None if tp_mesh is None and context == 1 else batch_mesh(plan)
-        of_rows = mesh[axes] if with_tp is None or context == 1 else with_tp["dp_shard"]
+        is_own = tp_mesh is None and context == 1 and cuts_rows_in_order(mesh)
+        with_tp = None if is_own else batch_mesh(plan)
+        of_rows = rows_mesh(mesh if with_tp is None else with_tp)
         stacked = {each.fqn: each for each in experts.stacked}
         regions = RowRegions(of_rows, tp_mesh, with_tp, lift, stacked, experts.in_lists)
         for each in lists:

@@ -133,40 +133,53 @@ class ListDispatch:
     def _exchange(self, sent: Tensor, shapes: list[list[torch.Size]]) -> Tensor:
         """Send rows to their experts' ranks, and back what is made of them."""
         counts = [sum(shape[:-1].numel() for shape in of) for of in shapes]
-        arriving = self._told(counts, sent.device)
+        arriving, called = self._told(counts, [*map(bool, shapes)], sent.device)
         there = [sum(part) for part in _split(counts, self._num_on)]
         here = [sum(part) for part in arriving]
         given = all_to_all(sent, self._group, input_splits=there, output_splits=here)
         with self._draws.of_experts(self._seed, dist.get_rank(self._group)):
-            made = self._made_here(given, arriving)
+            made = self._made_here(given, arriving, called)
         return all_to_all(made, self._group, input_splits=here, output_splits=there)
 
-    def _told(self, counts: Sequence[int], device: torch.device) -> list[list[int]]:
-        """Return how many rows of each rank are for each expert of this one."""
+    def _told(
+        self, counts: Sequence[int], called: Sequence[bool], device: torch.device
+    ) -> tuple[list[list[int]], list[bool]]:
+        """Return how many rows of each rank are for each expert of this one, and which any calls.
+
+        One is called with no row by code that does not look, and has gradients of zero on one
+        device; one that code passes over has None, by which optimizers pass it over, too.
+        """
         own = len(self._own)
         told = torch.tensor(counts, device=device)
         self._counted.add(told)
         received = all_to_all(
-            told,
+            told * 2 + torch.tensor(called, device=device),
             self._group,
             input_splits=self._num_on,
             output_splits=[own] * self._group.size(),
         )
-        return received.view(-1, own).tolist() if own else [[] for _ in self._num_on]
+        if not own:
+            return [[] for _ in self._num_on], []
+        of_ranks: list[list[int]] = received.view(-1, own).tolist()
+        arriving = [[each // 2 for each in of_rank] for of_rank in of_ranks]
+        return arriving, [any(each) for each in zip(*of_ranks, strict=True)]
 
-    def _made_here(self, given: Tensor, arriving: list[list[int]]) -> Tensor:
+    def _made_here(
+        self, given: Tensor, arriving: list[list[int]], called: Sequence[bool]
+    ) -> Tensor:
         """Return what this rank's experts make of the rows that were sent to it."""
         width = self._experts.made_width or given.shape[-1]
         parts = iter(given.split([*itertools.chain.from_iterable(arriving)]))
         rows_of = [*zip(*([next(parts) for _ in self._own] for _ in arriving), strict=True)]
         made, unused = list[Sequence[Tensor]](), list[nn.Parameter]()
-        for expert, run, rows in zip(self._own, self._run_own, rows_of, strict=True):
+        own = zip(self._own, self._run_own, rows_of, called, strict=True)
+        for expert, run, rows, is_called in own:
             together = torch.cat(rows)
             if len(together):
                 result = self._checked(run(together), together)
             else:
                 result = together.reshape(0, width)
-                unused += [p for p in expert.parameters() if p.requires_grad]
+                unused += [p for p in expert.parameters() if p.requires_grad and is_called]
             made.append(result.split([*map(len, rows)]))
         by_rank = [each for of_rank in zip(*made, strict=True) for each in of_rank]
         whole = torch.cat(by_rank) if by_rank else given.reshape(0, width)

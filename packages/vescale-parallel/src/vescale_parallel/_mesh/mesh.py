@@ -120,6 +120,20 @@ def data_axes(mesh: DeviceMesh) -> list[str]:
     return sorted(here, key=distance, reverse=True)
 
 
+def cuts_rows_in_order(mesh: DeviceMesh) -> bool:
+    """Whether rows that are sharded over the data axes of a mesh are in the batch's order.
+
+    They are not where parameters are sharded over the outer one, ``ep`` being the other.
+    """
+    axes = data_axes(mesh)
+    return axes == [name for name in mesh.mesh_dim_names or () if name in axes]
+
+
+def rows_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the data axes of a mesh."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names or () if name in DATA_AXES)]
+
+
 def data_size(mesh: DeviceMesh) -> int:
     """Return the number of ranks that share a batch."""
     return math.prod(axis_size(mesh, axis) for axis in DATA_AXES)

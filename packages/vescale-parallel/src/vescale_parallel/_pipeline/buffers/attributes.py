@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._model.attributes import Attributes, Place, SeveralRuns
+from vescale_parallel._model.copies import hooks_of_users
 from vescale_parallel._model.user_line import warn_at_user_line
 
 from .kept_by_hooks import kept_error, kept_for_forward
@@ -29,6 +31,7 @@ class StageAttributes:
         self._attributes, self._model, self._group = Attributes(model), model, group
         self._calls: dict[object, int] = {}
         self._said = set[Place]()
+        self._num_hooks, self._hooks = -1, set[int]()
 
     def of_call(self) -> SeveralRuns:
         """Begin a call."""
@@ -41,13 +44,8 @@ class StageAttributes:
             ValueError: If stages draw from generators that modules hold, or if forward reads
                 what hooks of blocks keep.
         """
-        is_first = not self._calls.get(form)
-        if self._group is not None and is_first and torch.is_grad_enabled():
-            kept: list[set[tuple[str, str]]] = gathered_objects(
-                kept_for_forward(self._model), (self._group,)
-            )
-            if found := sorted(set[tuple[str, str]]().union(*kept)):
-                raise ValueError(kept_error(*found[0]))
+        if self._group is not None and torch.is_grad_enabled():
+            self._check_hooks(self._group, is_first=not self._calls.get(form))
         runs.end()
         if self._group is None:
             return
@@ -71,3 +69,23 @@ class StageAttributes:
                 "runs: ranks of other stages have them as they were. Make it a buffer "
                 "(register_buffer) to have it on all ranks, or read it on that stage"
             )
+
+    def _check_hooks(self, group: dist.ProcessGroup, *, is_first: bool) -> None:
+        """Raise if forward reads what hooks keep; of those added later each rank sees its own."""
+        is_new = self._are_hooks_new()
+        if not (is_first or is_new):
+            return
+        kept = [kept_for_forward(self._model)]
+        if is_first:
+            kept = gathered_objects(kept[0], (group,))
+        if found := sorted(set[tuple[str, str]]().union(*kept)):
+            raise ValueError(kept_error(*found[0]))
+
+    def _are_hooks_new(self) -> bool:
+        """Whether a hook was added to a module since this was asked last."""
+        before, self._num_hooks = self._num_hooks, RemovableHandle.next_id
+        if self._num_hooks == before:
+            return False
+        known = self._hooks
+        self._hooks = {id(each) for x in self._model.modules() for each in hooks_of_users(x)}
+        return not self._hooks <= known
