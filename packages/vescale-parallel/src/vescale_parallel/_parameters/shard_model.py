@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import cast
@@ -18,6 +17,7 @@ from vescale_parallel._mesh.process_group import this_device
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
+from .compute_dtypes import compute_dtypes
 from .flat_shards import Cut, FlatPlace, Placed, groups_of, place_in_buffers
 from .host_memory import empty_on_host
 from .memory_layout import Stride, dense_stride, stride_of_part
@@ -72,6 +72,7 @@ def shard_parameters(
         key: _ep_placement(tensors[key].shape, num_ranks, experts, fqns)
         for key, fqns in names.items()
     }
+    dtypes = compute_dtypes(model, torch_dtype(plan.precision.param))
     group_of = groups_of(model, blocks)
     placed = {
         key: (
@@ -83,7 +84,7 @@ def shard_parameters(
         # Of a scalar every rank has a copy: an optimizer's state of it is one, too.
         if tensors[key].ndim
     }
-    places = _places(plan, mesh, placed, block)
+    places = _places(plan, mesh, placed, dtypes, block)
     params: list[ShardedParameter] = []
     for key, fqns in names.items():
         param = _shard_parameter(
@@ -98,6 +99,7 @@ def shard_parameters(
             place=places.get(key),
             read=read,
             ep=held[key],
+            compute_dtype=dtypes[key],
         )
         if param.unsharded is None:
             like = param.sharded
@@ -109,7 +111,11 @@ def shard_parameters(
 
 
 def _places(
-    plan: ParallelPlan, mesh: DeviceMesh, placed: Mapping[int, Placed], block: int
+    plan: ParallelPlan,
+    mesh: DeviceMesh,
+    placed: Mapping[int, Placed],
+    dtypes: Mapping[int, torch.dtype],
+    block: int,
 ) -> dict[int, FlatPlace]:
     """Return where parameters are in flat buffers, nothing where ranks have copies of all."""
     if axis_size(mesh, "dp_shard") == 1 and not _is_on_host(plan):
@@ -120,7 +126,7 @@ def _places(
         rank=axis_rank(mesh, "dp_shard"),
         copies=axis_size(mesh, "dp_replicate") * axis_size(mesh, "ep"),
         replicas=plan.data_parallel.state_replicas,
-        compute_dtype=functools.partial(_compute_dtype, plan),
+        compute_dtype=lambda parameter: dtypes[id(parameter)],
         device=this_device(),
         on_host=_is_on_host(plan),
         is_kept=plan.data_parallel.zero_stage < 3,
@@ -172,12 +178,6 @@ def _is_on_host(plan: ParallelPlan) -> bool:
     return plan.data_parallel.offload != "none"
 
 
-def _compute_dtype(plan: ParallelPlan, tensor: Tensor) -> torch.dtype:
-    """Return the dtype of a parameter in forward and backward."""
-    wanted = torch_dtype(plan.precision.param) if tensor.is_floating_point() else None
-    return wanted or tensor.dtype
-
-
 def _shard_parameter(
     plan: ParallelPlan,
     mesh: DeviceMesh,
@@ -191,6 +191,7 @@ def _shard_parameter(
     place: FlatPlace | None,
     read: Read,
     ep: Placement | None,
+    compute_dtype: torch.dtype,
 ) -> ShardedParameter:
     shape, owner = parameter.shape, _owner(plan, stages)
     placements = placements_of(mesh, shape, tp=tp, place=place, owner=owner, ep=ep)
@@ -218,15 +219,14 @@ def _shard_parameter(
     unsharded, shares = None, False
     users = [plan.pipeline_parallel.placement.rank_of(stage) for stage in stages]
     if axis_rank(mesh, "pp") in users and not is_elsewhere:
-        dtype = _compute_dtype(plan, local)
         # Not told by shapes: one rank may have all of a short dim, and others nothing.
-        is_its_own = dtype == local.dtype and local.stride() == part_stride
+        is_its_own = compute_dtype == local.dtype and local.stride() == part_stride
         shares = is_owner and place is None and is_its_own and not on_host
         data = local
         if is_owner and place is not None:
             data = place.shards.whole_of(place.index, part, part_stride)
         elif not shares:
-            data = _empty(part, part_stride, dtype)
+            data = _empty(part, part_stride, compute_dtype)
         unsharded = nn.Parameter(data, parameter.requires_grad)
         if is_owner and not shares and place is None:
             # Filled before every use. What is tied to another stage's is received instead.

@@ -25,6 +25,7 @@ from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.inputs import refuse_shut_output
 from vescale_parallel._model.kept_outside import filled_error
+from vescale_parallel._parameters.compute_dtypes import compute_dtypes
 from vescale_parallel._torch_private import is_in_backward, pytree
 
 from .cuts.forms import form_of
@@ -220,10 +221,10 @@ def stage_module(
 
 def _skeleton(module: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
     """Copy a module without its tensors' memory."""
+    dtypes = compute_dtypes(module, param_dtype)
 
     def empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
-        dtype = param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype
-        empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        empty = torch.empty(parameter.shape, dtype=dtypes[id(parameter)], device="meta")
         return nn.Parameter(empty, requires_grad=False)
 
     return copied_without_hooks(module, empty_parameter, on_meta)
