@@ -139,3 +139,28 @@ def _kept() -> list[torch.dtype]:
 def test_inputs_keep_their_dtype_where_the_plan_says_so(world1: World) -> None:
     (seen,) = world1.run(_kept)
     assert seen == [torch.float32, torch.bfloat16, torch.float32]
+
+
+class Positions(nn.Module):
+    """Adds a table of its own to activations, which no plan casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(8))
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.get_buffer("table")).float().sum()
+
+
+def _names_what_is_not_cast() -> None:
+    model = vescale.parallelize(with_constraints(vescale.ParallelPlan(), LOW), Positions())
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        model(torch.ones(2, 8))
+    notes = " ".join(caught.value.__notes__)
+    assert "precision.param bfloat16 casts parameters and inputs" in notes
+    assert "'table' of float32" in notes
+
+
+def test_an_error_about_dtypes_names_what_is_not_cast(world1: World) -> None:
+    world1.run(_names_what_is_not_cast)

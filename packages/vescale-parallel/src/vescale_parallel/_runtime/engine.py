@@ -31,7 +31,7 @@ from vescale_parallel._torch_private import is_in_backward, is_transformed, pytr
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
-from .cast_inputs import with_cast_inputs
+from .cast_inputs import explain_dtypes, with_cast_inputs
 from .compared.passes import ComparedPasses
 from .compared.same_inputs import SameInputs
 from .outside import KnownModules, explain_gradients, read_in, refuse_trainers
@@ -182,6 +182,7 @@ class Engine:
                     return ends.results(self._call_directly(forward, args, kwargs, num_rows))
         except RuntimeError as error:
             explain_gradients(error, self.parameters.params_of_blocks)
+            explain_dtypes(error, model, self.input_dtype)
             raise
         finally:
             self.is_running = False
