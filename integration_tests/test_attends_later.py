@@ -68,6 +68,7 @@ def losses(
 def test_blocks_may_attend_once_more(world2: World, method: str) -> None:
     expected = losses(Twice, None)
     for found in world2.run(losses, Twice, {CP: 2, METHOD: method}):
+        # float64; slices are added up in another order.
         assert found == pytest.approx(expected, rel=1e-12)
 
 

@@ -167,7 +167,7 @@ class LocalPart:
         return self.part.output_bytes / self._handed_parts
 
     @cached_property
-    def products_bytes(self) -> float:
+    def selective_bytes(self) -> float:
         """What a block keeps that runs again but for its products, for one row.
 
         Results of two of these, of attention and of the MLP, are no narrower than what it returns.
@@ -304,9 +304,9 @@ class PipelineRank:
         return sum(kept)
 
     @cached_property
-    def products_bytes(self) -> float:
+    def selective_bytes(self) -> float:
         """Likewise, of blocks also what their products return."""
-        kept = ((p.products_bytes if p.is_block else p.saved_bytes) * n for p, n in self.kinds)
+        kept = ((p.selective_bytes if p.is_block else p.saved_bytes) * n for p, n in self.kinds)
         return sum(kept)
 
 

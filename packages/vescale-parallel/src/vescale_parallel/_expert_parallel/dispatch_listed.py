@@ -152,6 +152,7 @@ class ListDispatch:
         own = len(self._own)
         told = torch.tensor(counts, device=device)
         self._counted.add(told)
+        # In one message: the lowest bit says whether it is called.
         received = all_to_all(
             told * 2 + torch.tensor(called, device=device),
             self._group,

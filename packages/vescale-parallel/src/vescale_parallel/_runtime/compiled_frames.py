@@ -8,7 +8,7 @@ calls, for the rest of the process, as a line of a log says. So the tenth model 
 since nine before it were. Here programs are counted for each block; of code that has too many, no
 more is compiled in the calls of that block, and nothing is set on the code.
 
-torch calls this for a function of which no program fits. Calls that have one cost nothing.
+torch calls this for a function of which no program fits, and passes it by where one does.
 """
 
 from __future__ import annotations

@@ -106,12 +106,12 @@ def _kept(columns: Columns, owned: Sequence[PipelineRank]) -> tuple[Values, Valu
     full, in_part = columns.recomputes, columns.keeps_products
     kept = np.where(
         in_part,
-        of_each(owned, lambda own: own.products_bytes),
+        of_each(owned, lambda own: own.selective_bytes),
         of_each(owned, lambda own: own.saved_bytes),
     )
     kept = np.where(full, of_each(owned, lambda own: own.recomputed_bytes), kept)
     rest = of_each(
-        owned, lambda own: _largest_block(own, lambda p: p.saved_bytes - p.products_bytes)
+        owned, lambda own: _largest_block(own, lambda p: p.saved_bytes - p.selective_bytes)
     )
     whole = of_each(owned, lambda own: _largest_block(own, lambda p: p.saved_bytes))
     again = np.where(full, whole, np.where(in_part, rest, 0.0))
