@@ -22,6 +22,7 @@ from ._explanations.explanation import Explanation, explanation
 from ._explanations.reasons import left_whole, nothing_fits, reasons, runners_up
 from ._layouts import ACCUMULATION
 from ._prices.memory import Memory, optimizer_states
+from ._returned_loss import said_of_returned_loss
 from ._runnable import runnable
 from ._search.ranking import ScoredCandidate, SearchResult
 from ._search.search import Search
@@ -205,6 +206,8 @@ def _search(
     proposal = search.proposals.get(plan.tensor_parallel.size)
     whole = left_whole(proposal.left_whole if proposal else {})
     told = reasons(result, search.workload, cluster, constraints, search.split_method)
+    if accumulates:
+        whole = [*said_of_returned_loss(search, result.fits[0], world_size), *whole]
     told = (*told[:1], *told_of, *told[1:], *said_of_contexts(contexts, result.fits[0]), *whole)
     _tell(result, cluster, time.perf_counter() - begin, contexts.num_scored)
     return _Found(replace(plan, reasons=told), result, search, world_size)
