@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,10 +17,11 @@ from vescale_testing import RankError, World
 
 from .experts import ROWS, AllInDouble, build, rows_of, tokens
 from .fake_ranks import rank_0_of
-from .families import InDouble, make
+from .families import CONFIGS, ROWS as ROWS_OF_FAMILIES, InDouble, hugging_face, make
 from .plans import CP, DP, EP, PP, SEQUENCE, TP, ZERO
 
 CPU = Cluster.preset("cpu")
+NIGHTLY = [pytest.mark.nightly]
 FAMILIES = (
     "nanogpt", "branching", "encoding", "llama", "two_key_value_heads", "mixtral", "qwen3",
     "gemma2", "gpt2", "bert", "t5", "vit",
@@ -113,6 +115,61 @@ def test_plans_for_two_ranks_are_one_device(family: str, world2: World) -> None:
                 torch.testing.assert_close(
                     grads[name], expected, rtol=tolerance, atol=tolerance, msg=name
                 )
+
+
+# Of six blocks; of two, one that runs again needs what two have kept.
+DEPTHS = {
+    "llama": "num_hidden_layers", "gpt2": "n_layer", "t5": "num_layers",
+    "bert": "num_hidden_layers", "vit": "num_hidden_layers", "qwen3": "num_hidden_layers",
+}  # fmt: skip
+
+
+def deep(family: str) -> tuple[Any, dict[str, Any]]:
+    _, batch = make(family)
+    sizes = {**CONFIGS[family], DEPTHS[family]: 6}
+    return hugging_face(family, "sdpa", **sizes).double(), batch
+
+
+def with_some_blocks(family: str, axis: str) -> ParallelPlan:
+    """Return a plan for machines that are too small unless some blocks run again."""
+    found: dict[str, int] = {}
+    model, batch = deep(family)
+    held: dict[str, Any] = {TP: 1, axis: 2, "batch.gradient_accumulation": 1, ZERO: 0}
+    held |= {"batch.global_size": 2 * ROWS_OF_FAMILIES, "pipeline_parallel.microbatches": 1}
+    for mode in ("none", "full"):
+        given = {**held, "recompute": mode}
+        plan = generate_plan(model, given, world_size=2, cluster=CPU, example_batch=batch)
+        assert plan.estimate is not None
+        found[mode] = plan.estimate.memory_bytes
+    between = replace(CPU, memory_bytes=(found["none"] + found["full"]) // 2)
+    return generate_plan(model, held, world_size=2, cluster=between, example_batch=batch)
+
+
+def deep_on_rank(family: str, plan: str) -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, batch = deep(family)
+    return loss_and_gradients(parallelize(ParallelPlan.from_json(plan), model), batch)
+
+
+@pytest.mark.parametrize(
+    ("family", "axis"),
+    [
+        pytest.param(*each, marks=[] if each in {("llama", PP), ("t5", DP)} else NIGHTLY)
+        for each in ((family, axis) for family in DEPTHS for axis in (DP, PP))
+    ],
+)
+def test_plans_that_run_some_blocks_again_are_one_device(
+    family: str, axis: str, world2: World
+) -> None:
+    plan = with_some_blocks(family, axis)
+    assert isinstance(plan.recompute, Mapping)
+    assert 0 < len(plan.recompute) < 6 * (1 + (family == "t5"))
+    torch.manual_seed(0)
+    model, batch = deep(family)
+    loss, gradients = loss_and_gradients(model, batch)
+    for found, grads in world2.run(deep_on_rank, family, plan.to_json()):
+        torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+        assert_equal_gradients(grads, gradients)
 
 
 def assert_equal_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:

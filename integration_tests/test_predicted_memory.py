@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -199,6 +200,16 @@ def test_predicted_memory_is_what_the_allocator_gives_out(
     family: str, said: dict[str, Any]
 ) -> None:
     check(family, said)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(("family", "again"), [("llama", 1), ("llama", 3), ("vit", 2)])
+def test_some_blocks_that_run_again_are_priced_as_their_share(
+    family: str, again: int, mode: str
+) -> None:
+    names = [name for name, _ in model_of(family).named_modules() if re.search(r"\.\d+$", name)]
+    assert len(names) in (4, 6)
+    check(family, {DP: 8, ZERO: 2, "recompute": dict.fromkeys(names[:again], mode)})
 
 
 def check(family: str, said: dict[str, Any]) -> None:

@@ -34,8 +34,6 @@ from decoder import Decoder, example
 
 from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
-from vescale_planner._candidates import Candidate
-from vescale_planner._layouts import Layout
 from vescale_planner._partition import PipelineRank, Sharded, local_parts, pipeline_ranks
 from vescale_planner._parts import Part
 from vescale_planner._prices.columns import Numerics
@@ -43,6 +41,8 @@ from vescale_planner._prices.cost import Cost, step_cost
 from vescale_planner._prices.memory import Memory, needed_bytes, peak_memory
 from vescale_planner._search.ranking import ScoredCandidate
 from vescale_planner._search.search import Search
+from vescale_planner._space.candidates import Candidate
+from vescale_planner._space.layouts import Layout
 from vescale_planner._workload import Workload, computed_in, workload_of
 
 Row = dict[str, Any]

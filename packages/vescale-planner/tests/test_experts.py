@@ -20,9 +20,9 @@ from vescale_parallel import (
     with_constraints,
 )
 from vescale_planner import Cluster, explain_plan, generate_plan, predict
-from vescale_planner._candidates import REPLICATE, SHARE_STATE
 from vescale_planner._constraints import refuses_experts
 from vescale_planner._generate import _prepared
+from vescale_planner._space.candidates import REPLICATE, SHARE_STATE
 from vescale_planner._workload import workload_of
 
 H100 = Cluster.preset("h100")

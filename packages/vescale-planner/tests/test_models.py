@@ -8,8 +8,6 @@ import pytest
 
 from vescale_parallel import StagePlacement
 from vescale_planner import Cluster
-from vescale_planner._candidates import Candidate, Rows, candidates
-from vescale_planner._layouts import Layout, layouts
 from vescale_planner._partition import (
     LocalPart,
     PipelineRank,
@@ -22,6 +20,8 @@ from vescale_planner._prices.activations import passes_in_flight
 from vescale_planner._prices.columns import Numerics
 from vescale_planner._prices.cost import step_cost
 from vescale_planner._prices.memory import optimizer_states, peak_memory
+from vescale_planner._space.candidates import Candidate, Rows, candidates
+from vescale_planner._space.layouts import Layout, layouts
 from vescale_planner._workload import Workload
 
 H200 = Cluster.preset("h200")
@@ -275,7 +275,7 @@ def test_layouts_are_all_products_of_the_world_size() -> None:
 
 def test_candidates_cut_the_batch_evenly() -> None:
     rows = Rows(global_size=24, example=None)
-    for each in candidates(Layout(1, 2, 2), rows, 8, {}):
+    for each in candidates(Layout(1, 2, 2), rows, [*"abcdefgh"], {}):
         assert isinstance(each, Candidate)
         assert each.rows == 12
         assert each.rows % each.microbatches == 0

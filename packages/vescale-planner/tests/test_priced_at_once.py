@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from vescale_parallel import ScheduleName, check_pipeline
 from vescale_planner import Cluster, _runnable, generate_plan
-from vescale_planner._candidates import Candidate
-from vescale_planner._layouts import Layout
 from vescale_planner._search.search import Search
+from vescale_planner._space.candidates import Candidate
+from vescale_planner._space.layouts import Layout
 from vescale_planner._workload import workload_of
 
 H100 = Cluster.preset("h100")

@@ -12,8 +12,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from vescale_parallel import StagePlacement, simulate_schedule
 from vescale_planner import Cluster, generate_plan
-from vescale_planner._candidates import Candidate
-from vescale_planner._layouts import Layout
 from vescale_planner._partition import PipelineRank, Sharded, local_parts, pipeline_ranks
 from vescale_planner._parts import ParameterSize, Part, keys_share
 from vescale_planner._prices.collectives import Group, all_gather, exchange, send
@@ -27,6 +25,8 @@ from vescale_planner._prices.cost import (
 )
 from vescale_planner._prices.memory import peak_memory
 from vescale_planner._search.ranking import TIE
+from vescale_planner._space.candidates import Candidate
+from vescale_planner._space.layouts import Layout
 from vescale_planner._workload import Workload, computed_in, workload_of
 
 # Round numbers, nothing taken off and no latency.

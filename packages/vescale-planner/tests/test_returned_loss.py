@@ -55,7 +55,7 @@ def test_accumulation_that_would_be_faster_is_said_with_what_to_give() -> None:
     assert with_loss.batch.gradient_accumulation > 1
     [found] = said(Net(), {"x": X})
     number = with_loss.batch.gradient_accumulation
-    assert f"data parallel 2, gradient accumulation {number}: 0.7" in found
+    assert f"data parallel 2, gradient accumulation {number}: 0.8" in found
     assert "give an example_batch with which forward returns its loss" in found
     assert f"constrain batch.gradient_accumulation to {number}" in found
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
 from vescale_planner import Cluster, generate_plan
-from vescale_planner._candidates import Candidate, Rows, candidates
-from vescale_planner._layouts import Layout
 from vescale_planner._search import sharding
 from vescale_planner._search.search import Search
+from vescale_planner._space.candidates import Candidate, Rows, candidates
+from vescale_planner._space.layouts import Layout
 from vescale_planner._workload import few_tokens, workload_of
 
 WIDTH = 8
@@ -92,7 +92,12 @@ def test_what_is_gathered_around_norms_is_priced(block: type[nn.Module], gathers
 
 
 def _virtual_stages(pp: int, num_blocks: int) -> set[int]:
-    found = candidates(Layout(1, pp, 1), Rows(global_size=8 * pp, example=1), num_blocks, {})
+    found = candidates(
+        Layout(1, pp, 1),
+        Rows(global_size=8 * pp, example=1),
+        [f"blocks.{i}" for i in range(num_blocks)],
+        {},
+    )
     return {each.virtual_stages for each in found if isinstance(each, Candidate)}
 
 
@@ -175,7 +180,7 @@ def test_of_large_logits_only_the_first_tokens_are_run() -> None:
 
 def _sharded(dp: int, **constraints: Any) -> set[tuple[int, int, bool, bool]]:
     given = {key.replace("__", "."): value for key, value in constraints.items()}
-    found = candidates(Layout(1, 1, dp), Rows(global_size=2 * dp, example=1), 4, given)
+    found = candidates(Layout(1, 1, dp), Rows(global_size=2 * dp, example=1), [*"abcd"], given)
     return {
         (each.zero_stage, each.replicate, each.reshards, each.shares_state)
         for each in found

@@ -85,6 +85,7 @@ from ._plan.plan import (
     ParallelPlan as ParallelPlan,
     constraint_keys as constraint_keys,
 )
+from ._plan.recomputation import recompute_by_block as recompute_by_block
 from ._plan.supported import check_supported as check_supported
 from ._rng.planned_context import planned_context as planned_context
 from ._runtime.compiled_blocks import (

@@ -20,7 +20,7 @@ from vescale_parallel import (
     with_constraints,
 )
 
-from ._candidates import REPLICATE, SHARE_STATE
+from ._space.candidates import REPLICATE, SHARE_STATE
 from ._workload import Workload
 
 _WITHIN_DATA = (REPLICATE, "expert_parallel.size")

@@ -15,12 +15,10 @@ from torch import nn
 from vescale_dtensor import package_logger
 from vescale_parallel import Estimate, ParallelPlan, SplitMethod, model_signature, with_constraints
 
-from ._candidates import RESHARD, SHARE_STATE
 from ._constraints import check, check_split_points, in_order
 from ._explanations.conflicts import conflict_of, said
 from ._explanations.explanation import Explanation, explanation
 from ._explanations.reasons import left_whole, nothing_fits, reasons, runners_up
-from ._layouts import ACCUMULATION
 from ._prices.memory import Memory, optimizer_states
 from ._returned_loss import said_of_returned_loss
 from ._runnable import runnable
@@ -33,6 +31,9 @@ from ._sequences import (
     said_of_sequence,
     with_sequence,
 )
+from ._space.candidates import RESHARD, SHARE_STATE
+from ._space.layouts import ACCUMULATION
+from ._space.recomputation import recompute_of
 from ._workload import computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
 
@@ -297,6 +298,7 @@ def _fill_in(
     candidate = scored.candidate
     layout = candidate.layout
     sharding = search.sharding(layout.tp) if sharding is None else sharding
+    names, starts = search.workload.block_names, search.starts(candidate)
     chosen: dict[str, Any] = {
         "tensor_parallel.size": layout.tp,
         "tensor_parallel.sharding_plan": sharding,
@@ -311,7 +313,7 @@ def _fill_in(
         "expert_parallel.size": layout.ep,
         "data_parallel.replicate_size": candidate.replicate,
         "data_parallel.zero_stage": candidate.zero_stage,
-        "recompute": candidate.recompute,
+        "recompute": recompute_of(candidate.recompute, candidate.recomputed, names, starts),
         ACCUMULATION: candidate.accumulation,
     }
     if candidate.shares_state:
@@ -319,11 +321,8 @@ def _fill_in(
     if not candidate.reshards:
         chosen[RESHARD] = False
     if layout.pp > 1:
-        names = search.workload.block_names
         chosen["pipeline_parallel.split_method"] = search.split_method
-        chosen["pipeline_parallel.split_points"] = tuple(
-            names[start] for start in search.starts(candidate)[1:]
-        )
+        chosen["pipeline_parallel.split_points"] = tuple(names[start] for start in starts[1:])
         chosen["pipeline_parallel.head_modules"] = search.workload.head_modules
         chosen["pipeline_parallel.tail_modules"] = search.workload.tail_modules
         chosen["pipeline_parallel.called_behind"] = search.workload.called_behind
@@ -372,7 +371,9 @@ def _helpers(result: SearchResult, search: Search) -> dict[str, Memory]:
     least = result.too_large[0].candidate
     helpers: dict[str, Memory] = {}
     if least.recompute != "full":
-        helpers["recompute 'full'"] = search.score(replace(least, recompute="full")).memory
+        helpers["recompute 'full'"] = search.score(
+            replace(least, recompute="full", recomputed=1.0)
+        ).memory
     if least.layout.dp > 1 and least.zero_stage < 3:
         helpers["data_parallel.zero_stage 3"] = search.score(replace(least, zero_stage=3)).memory
     if least.layout.tp > 1 and not search.sequence:

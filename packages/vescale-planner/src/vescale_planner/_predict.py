@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from vescale_parallel import ParallelPlan, planned_experts
 
-from ._candidates import Candidate, priced_recompute
 from ._experts import EVEN_EXPERTS
 from ._explanations.predicted import prediction
-from ._layouts import Layout
 from ._prices.memory import UNTIMED_OFFLOAD, optimizer_states
 from ._search.search import Search
+from ._space.candidates import Candidate
+from ._space.layouts import Layout
+from ._space.recomputation import Recompute, priced_recompute
 from ._workload import Workload, computed_in, itemsize_of, workload_of
 from .cluster import Cluster, as_cluster
 from .prediction import Prediction
@@ -74,6 +75,7 @@ def predict(
 
 def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Candidate:
     data, pipeline = plan.data_parallel, plan.pipeline_parallel
+    recompute, recomputed = _recompute(plan, workload, notes)
     return Candidate(
         layout=Layout(
             plan.tensor_parallel.size,
@@ -87,7 +89,8 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
         schedule=pipeline.schedule,
         virtual_stages=pipeline.virtual_stages,
         microbatches=pipeline.microbatches,
-        recompute=_recompute(plan, notes),
+        recompute=recompute,
+        recomputed=recomputed,
         rows=_rows(plan, workload, notes),
         accumulation=plan.batch.gradient_accumulation,
         prefetch=data.prefetch,
@@ -99,14 +102,16 @@ def _candidate(plan: ParallelPlan, workload: Workload, notes: list[str]) -> Cand
     )
 
 
-def _recompute(plan: ParallelPlan, notes: list[str]) -> Literal["none", "selective", "full"]:
-    priced = priced_recompute(plan.recompute)
-    if plan.recompute != priced:
+def _recompute(
+    plan: ParallelPlan, workload: Workload, notes: list[str]
+) -> tuple[Recompute, float]:
+    priced = priced_recompute(plan.recompute, workload.block_names)
+    if priced is None:
         notes.append(
-            "blocks of which some run again are priced as if all kept all activations: they need "
-            "less memory, and more time"
+            "blocks of which some run again whole and some selectively are priced as if all kept "
+            "all activations: they need less memory, and more time"
         )
-    return priced
+    return priced or ("none", 1.0)
 
 
 def _rows(plan: ParallelPlan, workload: Workload, notes: list[str]) -> int:

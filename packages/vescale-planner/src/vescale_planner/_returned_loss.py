@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ._layouts import ACCUMULATION
 from ._prices.cost import seconds
 from ._search.ranking import TIE, ScoredCandidate
 from ._search.search import Search
+from ._space.layouts import ACCUMULATION
 
 
 def said_of_returned_loss(search: Search, winner: ScoredCandidate, world_size: int) -> list[str]:

@@ -16,11 +16,11 @@ from vescale_parallel import (
     planned_experts,
 )
 
-from ._candidates import Candidate
 from ._explanations.reasons import runners_up
-from ._layouts import is_pipeline_asked_for
 from ._search.ranking import ScoredCandidate, SearchResult, distinct, ranked
 from ._search.search import Search
+from ._space.candidates import Candidate
+from ._space.layouts import is_pipeline_asked_for
 from ._workload import few_tokens
 
 # Stages, whether micro-batches are run one after the other, whether the batch is cut at all,

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from .config import ContextParallel, DataParallel, ExpertParallel, TensorParallel
 from .pipeline_config import PipelineParallel
-from .recomputation import Recompute, recomputes
+from .recomputation import Recompute, keeps_some, recomputes
 
 WIDTH = 100
 _ZERO = {
@@ -67,6 +67,10 @@ def in_words(
         said.append("a single device: nothing is sharded, split or sent")
     if recompute == "full":
         said.append("activations are computed again in backward (activation checkpointing)")
+    elif recomputes(recompute) and not keeps_some(recompute):
+        said.append(
+            "activations of some blocks are computed again in backward (activation checkpointing)"
+        )
     elif recomputes(recompute):
         said.append("some activations are computed again in backward (selective checkpointing)")
     return said

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from vescale_parallel import ParallelPlan
-from vescale_planner._layouts import divisors_of
 from vescale_planner._prices.cost import Cost, seconds
 from vescale_planner._search.ranking import ScoredCandidate, SearchResult
 from vescale_planner._search.search import Search
+from vescale_planner._space.layouts import divisors_of
 from vescale_planner.prediction import Prediction
 
 from .page import Page, html_of

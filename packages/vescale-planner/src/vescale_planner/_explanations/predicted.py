@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from vescale_planner._candidates import Candidate
 from vescale_planner._prices.memory import Memory
 from vescale_planner._search.search import Search
+from vescale_planner._space.candidates import Candidate
 from vescale_planner.cluster import Cluster
 from vescale_planner.prediction import Breakdown, Prediction, RankMemory
 

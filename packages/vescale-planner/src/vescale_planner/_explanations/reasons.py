@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vescale_planner._candidates import PREFETCH, REDUCTION, RESHARD, counted
 from vescale_planner._experts import EVEN_EXPERTS
-from vescale_planner._layouts import ACCUMULATION, Layout
 from vescale_planner._prices.cost import seconds
 from vescale_planner._prices.memory import UNTIMED_OFFLOAD, Memory, needed_bytes
 from vescale_planner._search.ranking import TIE, ScoredCandidate, SearchResult
+from vescale_planner._space.candidates import PREFETCH, REDUCTION, RESHARD, counted
+from vescale_planner._space.layouts import ACCUMULATION, Layout
 from vescale_planner._workload import Workload
 from vescale_planner.cluster import Cluster
 

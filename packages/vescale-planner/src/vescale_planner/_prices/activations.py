@@ -104,17 +104,17 @@ def activations_of(
 def _kept(columns: Columns, owned: Sequence[PipelineRank]) -> tuple[Values, Values]:
     """Return what a micro-batch keeps, and what a block that runs again makes of it besides."""
     full, in_part = columns.recomputes, columns.keeps_products
-    kept = np.where(
-        in_part,
-        of_each(owned, lambda own: own.selective_bytes),
-        of_each(owned, lambda own: own.saved_bytes),
+    kept = of_each(owned, lambda own: own.saved_bytes)
+    kept = (
+        kept
+        - full * (kept - of_each(owned, lambda own: own.recomputed_bytes))
+        - in_part * (kept - of_each(owned, lambda own: own.selective_bytes))
     )
-    kept = np.where(full, of_each(owned, lambda own: own.recomputed_bytes), kept)
     rest = of_each(
         owned, lambda own: _largest_block(own, lambda p: p.saved_bytes - p.selective_bytes)
     )
     whole = of_each(owned, lambda own: _largest_block(own, lambda p: p.saved_bytes))
-    again = np.where(full, whole, np.where(in_part, rest, 0.0))
+    again = np.where(full > 0, whole, np.where(in_part > 0, rest, 0.0))
     return kept * columns.rows_of_part, again * columns.rows_of_part
 
 

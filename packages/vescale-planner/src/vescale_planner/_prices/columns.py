@@ -9,9 +9,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from vescale_planner._candidates import Candidate
-from vescale_planner._layouts import Layout
 from vescale_planner._partition import PipelineRank
+from vescale_planner._space.candidates import Candidate
+from vescale_planner._space.layouts import Layout
 
 Values = NDArray[np.float64]
 Counts = NDArray[np.int64]
@@ -49,8 +49,8 @@ class Columns:
         microbatches: Of a pipeline.
         accumulation: Times that those run.
         rows: Of a replica in a step.
-        recomputes: Whether all blocks run again in backward.
-        keeps_products: Whether they do but for products of matrices and attention.
+        recomputes: Share of blocks that run again in backward.
+        keeps_products: Share that does but for products of matrices and attention.
         reshards: Whether ZeRO 3 frees blocks between forward and backward.
         shares_state: Whether copies share out the optimizer state.
     """
@@ -61,8 +61,8 @@ class Columns:
     microbatches: Counts
     accumulation: Counts
     rows: Counts
-    recomputes: NDArray[np.bool_]
-    keeps_products: NDArray[np.bool_]
+    recomputes: Values
+    keeps_products: Values
     reshards: NDArray[np.bool_]
     shares_state: NDArray[np.bool_]
 
@@ -106,14 +106,14 @@ class Columns:
         return np.where(self.shares_state, self.layout.dp * self.layout.cp, self.shard)
 
     @cached_property
-    def passes_of_block(self) -> Counts:
+    def passes_of_block(self) -> Values:
         """Forwards that a block takes in time: backward is two, recomputation one."""
-        return np.where(self.recomputes, 4, 3)
+        return 3 + self.recomputes
 
     @cached_property
-    def runs_again(self) -> NDArray[np.bool_]:
-        """Whether blocks run again, at least what is no product of matrices and no attention."""
-        return self.recomputes | self.keeps_products
+    def runs_again(self) -> Values:
+        """Share of blocks that run again what is no product of matrices and no attention."""
+        return self.recomputes + self.keeps_products
 
 
 def kind_of(candidate: Candidate) -> Hashable:
@@ -133,8 +133,8 @@ def columns_of(candidates: Sequence[Candidate]) -> Columns:
         np.array([each.microbatches for each in candidates]),
         np.array([each.accumulation for each in candidates]),
         np.array([each.rows for each in candidates]),
-        np.array([each.recompute == "full" for each in candidates]),
-        np.array([each.recompute == "selective" for each in candidates]),
+        np.array([each.recomputed * (each.recompute == "full") for each in candidates]),
+        np.array([each.recomputed * (each.recompute == "selective") for each in candidates]),
         np.array([each.reshards for each in candidates]),
         np.array([each.shares_state for each in candidates]),
     )

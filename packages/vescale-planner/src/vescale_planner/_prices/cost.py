@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from vescale_parallel import simulate_schedule
-from vescale_planner._candidates import Candidate
 from vescale_planner._partition import LocalPart, PipelineRank
+from vescale_planner._space.candidates import Candidate
 from vescale_planner.cluster import Cluster
 
 from .collectives import Group, all_gather, all_reduce, exchange, send
@@ -211,7 +211,7 @@ def _passes(columns: Columns, p: LocalPart, trained: float = 1.0) -> Values:
         return np.ones(len(columns.rows))
     if not p.is_block:
         return np.full(len(columns.rows), 2 + trained)
-    return columns.passes_of_block.astype(np.float64) - 1 + trained
+    return columns.passes_of_block - 1 + trained
 
 
 def _compute(
@@ -338,7 +338,7 @@ def _tensor_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values
     group = Group(layout.tp)
     handed = p.part.output_bytes * rows
     if p.is_block:
-        count = np.where(columns.runs_again, 6, 4)
+        count = 4 + 2 * columns.runs_again
         norms = nothing
         if p.gathered_bytes:
             norms = (_passes(columns, p) - 1 + columns.keeps_products) * all_gather(

@@ -14,8 +14,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from vescale_planner._candidates import Candidate
 from vescale_planner._partition import PipelineRank
+from vescale_planner._space.candidates import Candidate
 from vescale_planner.cluster import Cluster
 
 from .activations import USUAL_SCHEDULES, activations_of

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from vescale_planner._candidates import Candidate
 from vescale_planner._prices.cost import Cost
 from vescale_planner._prices.memory import Memory
+from vescale_planner._space.candidates import Candidate
 
 # Candidates within this factor of the fastest count as equally fast: the simplest is chosen.
 TIE = 1.03
@@ -94,3 +94,17 @@ def ranked(fits: list[ScoredCandidate]) -> list[ScoredCandidate]:
         return not tied, simplicity, each.seconds_per_row, each.candidate
 
     return sorted(fits, key=key)
+
+
+def divided(
+    scored: Iterable[ScoredCandidate], rejected: Iterable[str], memory_bytes: int
+) -> SearchResult:
+    """Divide candidates into those that fit and those that do not."""
+    fits, too_large = list[ScoredCandidate](), list[ScoredCandidate]()
+    for each in scored:
+        (fits if each.needed_bytes <= memory_bytes else too_large).append(each)
+    return SearchResult(
+        fits=tuple(ranked(fits)),
+        too_large=tuple(sorted(too_large, key=lambda s: (s.needed_bytes, s.candidate))),
+        rejected=tuple(rejected),
+    )

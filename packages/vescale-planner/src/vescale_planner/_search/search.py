@@ -18,10 +18,8 @@ from vescale_parallel import (
     rule_of,
     state_bytes,
 )
-from vescale_planner._candidates import REPLICATE, Candidate, Rows, candidates
 from vescale_planner._constraints import refuses_experts
 from vescale_planner._experts import even_sizes
-from vescale_planner._layouts import Layout, layouts, stated_batch, with_schedule
 from vescale_planner._partition import (
     LocalPart,
     PipelineRank,
@@ -38,11 +36,14 @@ from vescale_planner._prices.memory import (
     peak_memory,
     peaks,
 )
+from vescale_planner._space.candidates import REPLICATE, Candidate, Rows, candidates
+from vescale_planner._space.layouts import Layout, layouts, stated_batch, with_schedule
 from vescale_planner._workload import Workload, itemsize_of
 from vescale_planner.cluster import Cluster
 
-from .ranking import ScoredCandidate, SearchResult, distinct, ranked
+from .ranking import ScoredCandidate, SearchResult, distinct, divided
 from .sharding import decides_sharding, found_sharding
+from .some_blocks import with_some_blocks
 from .stage_starts import stage_starts
 
 
@@ -138,7 +139,7 @@ class Search:
             for each in candidates(
                 layout,
                 rows,
-                len(self.workload.blocks),
+                self.workload.block_names,
                 with_schedule(self.constraints, layout.pp, returns_loss=has_loss),
                 accumulates=self.accumulates,
                 experts=self._expert_sizes(layout),
@@ -147,18 +148,17 @@ class Search:
                     rejected[each] = None
                 else:
                     found.append(each)
-        return self.divided(self.scored(found), distinct(rejected))
+        return self.divided(self._with_some_blocks(self.scored(found)), distinct(rejected))
+
+    def _with_some_blocks(self, scored: list[ScoredCandidate]) -> list[ScoredCandidate]:
+        if self.constraints.get("recompute") is not None or self.workload.block_calls:
+            return scored
+        limit, num_blocks = self.cluster.memory_bytes, len(self.workload.blocks)
+        return scored + with_some_blocks(scored, self.scored, num_blocks, limit)
 
     def divided(self, scored: Iterable[ScoredCandidate], rejected: Iterable[str]) -> SearchResult:
         """Divide candidates into those that fit and those that do not."""
-        fits, too_large = list[ScoredCandidate](), list[ScoredCandidate]()
-        for each in scored:
-            (fits if each.needed_bytes <= self.cluster.memory_bytes else too_large).append(each)
-        return SearchResult(
-            fits=tuple(ranked(fits)),
-            too_large=tuple(sorted(too_large, key=lambda s: (s.needed_bytes, s.candidate))),
-            rejected=tuple(rejected),
-        )
+        return divided(scored, rejected, self.cluster.memory_bytes)
 
     def proven(self, result: SearchResult, tp: int) -> SearchResult:
         """Return a result in which a tensor-parallel size is proven: see [Note: proven sizes]."""

@@ -16,20 +16,20 @@ from vescale_parallel import (
     rule_of,
 )
 
-from ._layouts import (
+from .layouts import (
     ACCUMULATION,
     Layout,
     divisors_of,
     is_interleaving_asked_for,
     is_pipeline_asked_for,
 )
+from .recomputation import Recompute, priced_recompute
 
 PREFETCH, REDUCTION = "data_parallel.prefetch", "data_parallel.reduction"
 RESHARD = "data_parallel.reshard_after_forward"
 REPLICATE = "data_parallel.replicate_size"
 SHARE_STATE = "data_parallel.replicate_zero_stage"
 ATTENDS = "context_parallel.method"
-_Recompute = Literal["none", "selective", "full"]
 Attends = Literal["all_to_all", "ring", "gather"]
 
 
@@ -38,7 +38,9 @@ class Candidate:
     """One plan before its details are filled in.
 
     Attributes:
+        recompute: How blocks run again in backward.
         rows: Rows of the batch that one data-parallel replica gets in a step.
+        recomputed: Share of the blocks of a stage that run again, where not all do.
         accumulation: Of ``batch.gradient_accumulation``: how many times ``microbatches``.
         prefetch: Blocks that ZeRO 3 gathers ahead.
         reduction: How gradients are summed over ranks.
@@ -55,8 +57,9 @@ class Candidate:
     schedule: ScheduleName
     virtual_stages: int
     microbatches: int
-    recompute: _Recompute
+    recompute: Recompute
     rows: int
+    recomputed: float = 1.0
     accumulation: int = 1
     prefetch: int = DataParallel.prefetch
     reduction: Literal["ordered", "library"] = DataParallel.reduction
@@ -105,6 +108,7 @@ class Candidate:
             + 4 * (self.virtual_stages > 1)
             + (self.schedule == "gpipe")
             + 5 * (self.recompute != "none")
+            + (self.recomputed < 1)
             + 2 * (self.accumulation > 1)
         )
 
@@ -122,7 +126,8 @@ class Candidate:
             words.append(f"gradient accumulation {self.accumulation}")
         if self.recompute != "none":
             in_part = " but for products" if self.recompute == "selective" else ""
-            words.append(f"activations recomputed{in_part}")
+            of = "" if self.recomputed == 1 else f" of {self.recomputed:.0%} of blocks"
+            words.append(f"activations{of} recomputed{in_part}")
         return ", ".join(words)
 
 
@@ -138,7 +143,7 @@ class Rows:
     Attributes:
         global_size: Rows of one step over all ranks.
         example: Rows of the example batch.
-        is_stated: Whether nobody constrained ``global_size``: see :func:`._layouts.stated_batch`.
+        is_stated: Whether nobody constrained ``global_size``: see :func:`.layouts.stated_batch`.
     """
 
     global_size: int
@@ -154,7 +159,7 @@ class Rows:
 def candidates(
     layout: Layout,
     rows: Rows,
-    num_blocks: int,
+    block_names: Sequence[str],
     constraints: Mapping[str, Any],
     *,
     accumulates: bool = False,
@@ -165,12 +170,12 @@ def candidates(
     Args:
         layout: Sizes of the mesh axes, but of ``ep``.
         rows: What is known of the batch.
-        num_blocks: Of the model.
+        block_names: Of the model.
         constraints: Of the plan.
         accumulates: Whether the rows of a replica without a pipeline are cut, unasked.
         experts: By how many ranks experts may be shared, unasked.
     """
-    get = constraints.get
+    get, num_blocks = constraints.get, len(block_names)
     if layout.pp > 1 and num_blocks < layout.pp * (get("pipeline_parallel.virtual_stages") or 1):
         yield _too_many_stages(layout.pp, get("pipeline_parallel.virtual_stages") or 1, num_blocks)
         return
@@ -200,9 +205,9 @@ def candidates(
         choices = itertools.product(
             accumulations,
             sharded,
-            _recomputations(get("recompute")),
+            _recomputations(get("recompute"), block_names),
         )
-        for accumulation, (sizes, zero_stage, copies, reshards, shares), recompute in choices:
+        for accumulation, (sizes, zero_stage, copies, reshards, shares), again in choices:
             yield Candidate(
                 layout=sizes,
                 zero_stage=zero_stage,
@@ -210,8 +215,9 @@ def candidates(
                 schedule=schedule,
                 virtual_stages=virtual_stages,
                 microbatches=microbatches,
-                recompute=recompute,
+                recompute=again[0],
                 rows=rows_of_replica,
+                recomputed=again[1],
                 accumulation=accumulation,
                 prefetch=get(PREFETCH, DataParallel.prefetch),
                 reduction=get(REDUCTION, DataParallel.reduction),
@@ -260,17 +266,13 @@ def _too_many_stages(pp: int, virtual_stages: int, num_blocks: int) -> str:
     )
 
 
-def _recomputations(fixed: object) -> tuple[_Recompute, ...]:
-    return ("none", "full") if fixed is None else (priced_recompute(fixed),)
-
-
-def priced_recompute(said: object) -> _Recompute:
-    """Return as what a plan's ``recompute`` is priced.
-
-    Where only some blocks run again all are taken to keep everything: they need less memory than
-    that, and more time.
-    """
-    return said if said in ("selective", "full") else "none"
+def _recomputations(
+    fixed: Recompute | Mapping[str, Recompute] | None, block_names: Sequence[str]
+) -> tuple[tuple[Recompute, float], ...]:
+    """Return (how blocks run again, which share of them does)."""
+    if fixed is None:
+        return ("none", 1.0), ("full", 1.0)
+    return (priced_recompute(fixed, block_names) or ("none", 1.0),)
 
 
 def _zero_stages(
