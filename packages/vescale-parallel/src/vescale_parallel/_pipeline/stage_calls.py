@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
+from vescale_parallel._model.copies import own_containers
 
 from .cuts.hooks import hooks_where_real
 from .cuts.placeholders import Placeholder
@@ -132,7 +133,8 @@ class StageCalls:
         # The first stage needs none: what it does not own comes later.
         Placeholder.usable = run.stage > 0
         means = TokenMeans(num_parts, functools.partial(self._known_count, run, counts))
-        args, kwargs = microbatch
+        # Other stages of this rank are given the same, and what it is tells tensors' shapes apart.
+        args, kwargs = own_containers(microbatch)
         try:
             with _explained(), run.running(), hooks_where_real(self.staging.around, run), means:
                 output = forward(*args, **kwargs)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.code import mix_in
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.inputs import refuse_shut_output
@@ -212,8 +213,7 @@ def stage_module(
     """
     skeleton = staging.skeleton_of(module, fqn, param_dtype)
     role = _Role(staging, fqn, calls, frozenset(stages), skeleton)
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (StagedModule, cls), {"__module__": cls.__module__})
+    mix_in(module, StagedModule)
     assert isinstance(module, StagedModule)
     # Not through nn.Module.__setattr__, which would register the skeleton as a submodule.
     object.__setattr__(module, "_vescale_role", role)
