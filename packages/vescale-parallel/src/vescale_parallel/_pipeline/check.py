@@ -134,7 +134,7 @@ def _run_all(
         except StageDone as done:
             sent = [*done.activations]
             continue
-        staging.run.check_complete(num_blocks)
+        staging.run.check_complete(stages.blocks)
 
 
 def _observed(

@@ -143,7 +143,7 @@ class StageCalls:
         finally:
             self.staging.run = None
             Placeholder.usable = was_usable
-        run.check_complete(self.num_blocks)
+        run.check_complete(self.staging.blocks)
         if loss_of is not None and not self._checked_loss:
             self._checked_loss = True
             means.warn_of_sums(loss_of(output))
