@@ -21,8 +21,9 @@ from .values import Crossing, Name, Values
 _CHECKPOINT = "torch.utils.checkpoint"
 HOW_TO_SKIP = (
     "Where forward leaves blocks out at random (LayerDrop), stages would not know which: set its "
-    "chance to 0 (layerdrop, encoder_layerdrop, decoder_layerdrop of transformers' models), draw "
-    "in the block's own forward and return the input from there, or use pipeline_parallel.size 1"
+    "chance to 0 (layerdrop, encoder_layerdrop, decoder_layerdrop of transformers' models), or "
+    "draw in the block's own forward and return the input from there. Where it leaves them out in "
+    "some calls (generation, which runs an encoder once), use pipeline_parallel.size 1 for these"
 )
 
 # Returns what the stage before sent, given tensors of its shapes.
@@ -98,8 +99,7 @@ class StageRun:
             behind = f", and not {blocks[called]!r}" if called < len(blocks) else ""
             raise ValueError(
                 f"expected forward to call all {len(blocks)} blocks before it returns, as "
-                f"pipeline parallelism needs, got {called}{behind}. {HOW_TO_SKIP}, as for every "
-                "model that skips blocks"
+                f"pipeline parallelism needs, got {called}{behind}. {HOW_TO_SKIP}"
             )
 
     @classmethod
