@@ -14,8 +14,11 @@ import vescale
 from vescale_dtensor import DTensor, GatherWarning
 from vescale_testing import World
 
+from .experts import rows_of, tokens
+from .listed_experts import Model
 from .models import batches, build
-from .plans import DP, PP, TP, ZERO, Constraints, make_plan
+from .plans import DP, EP, PP, TP, ZERO, Constraints, make_plan
+from .training import whole
 
 SCALE = 2.0**8
 # Ranks that have copies of the model, or micro-batches of a pipeline, compute with bits of one
@@ -113,3 +116,43 @@ def test_a_tensor_parallel_loop_is_as_near_to_float32(
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     apart = [(found[fqn] - value).flatten() for fqn, value in expected.items()]
     return float(torch.cat(apart).norm())
+
+
+def with_listed_experts(
+    constraints: Constraints | None, dtype: torch.dtype, skewed: bool
+) -> dict[str, Tensor]:
+    """Train a model whose experts make rows of another dtype than theirs under autocast."""
+    model: nn.Module = Model("OldMixtral", skewed=skewed).float()
+    optimizer, parts = optimizer_of(model), 2
+    if constraints is not None:
+        model, optimizer = vescale.parallelize(make_plan(constraints), model, optimizer_of)
+        parts //= constraints.get(DP, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=dtype == torch.float16)
+    for step in range(3):
+        batch = rows_of(model, tokens(step))
+        for index in range(parts):
+            rows = {name: value.chunk(parts)[index] for name, value in batch.items()}
+            with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+                loss = model(**rows)
+            scaler.scale(loss / parts).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return {name: whole(p.detach()) for name, p in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("zero", [0, 3])
+def test_listed_experts_that_ranks_share_make_rows_of_another_dtype(
+    world2: World, dtype: torch.dtype, zero: int, skewed: bool
+) -> None:
+    plan: Constraints = {DP: 2, EP: 2, ZERO: zero}
+    with_rounding = with_listed_experts(None, dtype, skewed)
+    without = with_listed_experts(None, torch.float32, skewed)
+    for found in world2.run(with_listed_experts, plan, dtype, skewed):
+        for name, expected in with_rounding.items():
+            # Rows of all ranks are multiplied at once: other rounding, and no more of it.
+            rounded = float((expected - without[name]).abs().max())
+            assert float((found[name] - without[name]).abs().max()) <= 2 * rounded + 1e-6, name

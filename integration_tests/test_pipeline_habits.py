@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -252,8 +253,36 @@ def auxiliary() -> None:
     (output["loss"] + output["aux_loss"]).backward()
 
 
+class LeavesOut(Plain):
+    """LayerDrop: leaves out the third block, or the last one, for the whole batch."""
+
+    def __init__(self, block: int) -> None:
+        super().__init__()
+        self.block = block
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embed(batch["x"])
+        for index, block in enumerate(self.blocks):
+            if index != self.block or torch.rand(()) > 1:
+                x = block(x)
+        return self.head(x)
+
+
+def leaves_out(block: int) -> None:
+    model, _ = Run(PIPELINE).start(LeavesOut(block))
+    model(rows(1)[0])
+
+
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "ambiguous": (ambiguous, "tuple holds 2 scalars, 2 of them with a gradient"),
+    "left_out": (
+        functools.partial(leaves_out, 2),
+        "'blocks.3' was call number 2, before 'blocks.2'.*LayerDrop.* own forward and return",
+    ),
+    "left_out_last": (
+        functools.partial(leaves_out, 3),
+        "all 4 blocks .* got 3, and not 'blocks.3'.*LayerDrop",
+    ),
     "auxiliary": (auxiliary, "differentiates the loss that forward returns, and no other scalar"),
 }
 

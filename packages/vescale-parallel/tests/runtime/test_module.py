@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from abc import ABC
 from typing import Any
 
 import pytest
@@ -51,6 +52,25 @@ def test_the_class_keeps_its_name_and_module_and_is_still_the_users() -> None:
     assert cls.scale == 3
     assert cls is not Named
     assert not isinstance(Named(), ParallelModule)
+
+
+class First(ABC, Named):
+    """Its first base is no module."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return [super().__call__(*args, **kwargs)]
+
+
+def test_a_class_whose_first_base_is_no_module_is_mixed_into_likewise() -> None:
+    model = parallel(First())
+    assert isinstance(model, First)
+    assert isinstance(model, ParallelModule)
+    assert type(model).__name__ == "First"
+    (loss,) = model(torch.ones(2, 3))
+    loss.backward()
+    assert model.linear.weight.grad is not None
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        pickle.dumps(model)
 
 
 def test_names_of_state_and_of_modules_are_as_before() -> None:

@@ -127,9 +127,12 @@ class BatchRows:
         in_parts_by: str,
     ) -> Iterator[None]:
         if not self.coupling.regions:
-            if self._regions is not None and self.coupling.added:
-                self._regions.coupling = self.coupling  # not that of a call before
-            yield
+            if self._regions is None:
+                yield
+                return
+            # What is known is not that of a call before, of another form.
+            with self._regions.of_call(self.coupling, self.coupling.num_rows(args, kwargs)):
+                yield
             return
         if in_parts_by and self._regions is None and not torch.is_grad_enabled():
             # A pipeline without others runs the whole batch at once.

@@ -349,7 +349,8 @@ def _difference(
                 isinstance(x, Tensor) and is_part(x, expected, i) for i, x in enumerate(of_parts)
             )
         ):
-            return _description(expected)
+            name = found.names[index] if not fqn and len(found.names) == len(outputs) > 1 else ""
+            return _description(expected, name)
     for name, buffer in whole.buffers.items():
         if (own and "." in name) or f"{fqn}.{name}".lstrip(".") in found.added:
             continue
@@ -381,9 +382,10 @@ def _is_flat(whole: Run, parts: Sequence[Run]) -> bool:
     )
 
 
-def _description(output: Tensor) -> str:
+def _description(output: Tensor, name: str) -> str:
     if output.dim() == 0:
-        return "it returns a number that is not a plain mean over rows"
+        named = f", output{name}" if name else ""
+        return f"it returns a number that is not a plain mean over rows{named}"
     return f"rows of its result of shape {tuple(output.shape)} depend on other rows"
 
 

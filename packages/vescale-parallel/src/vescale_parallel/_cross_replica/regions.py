@@ -89,8 +89,10 @@ class RowRegions:
     def of_call(self, coupling: RowCoupling, num_rows: int) -> Iterator[None]:
         """Begin a call of the model, which has ``num_rows`` on this rank.
 
-        And in what backward runs again of it, so what is known stays until the next call.
+        And in what backward runs again of it, so what is known stays until the next call that
+        makes a graph.
         """
+        before = self.coupling, self._converter.num_rows
         self.coupling, self._converter.num_rows = coupling, num_rows
         try:
             yield
@@ -100,6 +102,8 @@ class RowRegions:
         finally:
             self._is_inside = False
             self._left.clear()
+            if not torch.is_grad_enabled():
+                self.coupling, self._converter.num_rows = before
 
     def prepare(self, model: nn.Module, fqns: Iterable[str]) -> None:
         """Wrap modules now, in case rows depend on each other in them; others wrap them later."""

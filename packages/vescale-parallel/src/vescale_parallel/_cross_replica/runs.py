@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._loss.token_mean import TokenMeans
-from vescale_parallel._model.copies import snapshot, tensors_in_attributes, writable
+from vescale_parallel._model.copies import (
+    own_containers,
+    snapshot,
+    tensors_in_attributes,
+    writable,
+)
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
@@ -189,7 +194,9 @@ def run_module(
             modes = (token_means, InDouble(), run.means, picked, WithoutChance())
             for each in (seeded(), torch.enable_grad(), *modes):
                 stack.enter_context(each)
-            run.call.output = subject(*run.call.args, **run.call.kwargs)
+            # What it was called with is told by the call, whatever it puts into its arguments.
+            args, kwargs = own_containers((run.call.args, run.call.kwargs))
+            run.call.output = subject(*args, **kwargs)
             run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
     except OtherCallsError:
         raise

@@ -29,7 +29,15 @@ from .adapters import settle_adapters, slice_adapters
 from .dispatch_batched import BatchedDispatch
 from .dispatch_listed import ListDispatch
 from .expert_draws import ExpertDraws
-from .experts import Experts, bound, call_some, combined, refuse_whole_batch, sorted_by_expert
+from .experts import (
+    Experts,
+    MadeDtypes,
+    bound,
+    call_some,
+    combined,
+    refuse_whole_batch,
+    sorted_by_expert,
+)
 from .found import FoundExperts
 from .load import Counted, Load
 
@@ -89,6 +97,7 @@ class _Dispatch:
     ) -> None:
         self._module, self._forward, self._experts = module, module.forward, experts
         self._counted, self._draws = counted, draws
+        self._dtypes = MadeDtypes(experts.fqn, group)
         self._group, self._num_ranks = group, group.size()
         self._num_local = experts.num_experts // self._num_ranks
 
@@ -132,11 +141,11 @@ class _Dispatch:
 
     def _made_here(self, given: Tensor, arriving: Tensor) -> Tensor:
         """Return what this rank's experts make of the rows that were sent to it."""
-        made = given.clone()
+        made = [given.clone()]
         if len(given):
             own = torch.arange(self._num_local, device=given.device).repeat(self._num_ranks)
             experts = own.repeat_interleave(arriving, output_size=len(given))
-            made = call_some(
+            made[0] = call_some(
                 self._module,
                 self._forward,
                 self._experts.attributes,
@@ -144,11 +153,7 @@ class _Dispatch:
                 given,
                 experts,
             )
-            if made.dtype != given.dtype:  # ranks without a row would send others
-                raise ValueError(
-                    f"{self._experts.fqn!r} makes rows of {made.dtype} of rows of {given.dtype}; "
-                    "expert_parallel needs one dtype, so cast what it returns"
-                )
+        made = made[0].to(self._dtypes.of(made if len(given) else [], given))
         if made.requires_grad or not torch.is_grad_enabled():
             return made
         # Backward sends gradients back on all ranks if it does on one.

@@ -16,7 +16,7 @@ from vescale_dtensor import all_to_all, profiler_range
 from vescale_parallel._torch_private import pytree
 
 from .expert_draws import ExpertDraws
-from .experts import refuse_whole_batch
+from .experts import MadeDtypes, refuse_whole_batch
 from .listed import CallsOf, ListedExperts, PlayedBack, first_pass, num_on_ranks, second_pass
 from .load import Counted
 
@@ -58,6 +58,7 @@ class ListDispatch:
     ) -> None:
         self._module, self._forward, self._experts = module, module.forward, experts
         self._group, self._counted, self._draws = group, counted, draws
+        self._dtypes = MadeDtypes(experts.fqn, group)
         self._seed: int | None = None
         self._num_on = num_on_ranks(experts.num_experts, group.size())
         modules, rank = experts.modules_of(module), dist.get_rank(group)
@@ -172,18 +173,22 @@ class ListDispatch:
         width = self._experts.made_width or given.shape[-1]
         parts = iter(given.split([*itertools.chain.from_iterable(arriving)]))
         rows_of = [*zip(*([next(parts) for _ in self._own] for _ in arriving), strict=True)]
-        made, unused = list[Sequence[Tensor]](), list[nn.Parameter]()
+        results, unused = list[Tensor](), list[nn.Parameter]()
         own = zip(self._own, self._run_own, rows_of, called, strict=True)
         for expert, run, rows, is_called in own:
             together = torch.cat(rows)
             if len(together):
-                result = self._checked(run(together), together)
+                results.append(run(together))
             else:
-                result = together.reshape(0, width)
+                results.append(together.reshape(0, width))
                 unused += [p for p in expert.parameters() if p.requires_grad and is_called]
-            made.append(result.split([*map(len, rows)]))
+        dtype = self._dtypes.of([each for each in results if len(each)], given)
+        made = [
+            each.to(dtype).split([*map(len, rows)])
+            for each, rows in zip(results, rows_of, strict=True)
+        ]
         by_rank = [each for of_rank in zip(*made, strict=True) for each in of_rank]
-        whole = torch.cat(by_rank) if by_rank else given.reshape(0, width)
+        whole = torch.cat(by_rank) if by_rank else given.reshape(0, width).to(dtype)
         if not torch.is_grad_enabled():
             return whole
         whole = _WithZeros.apply(whole, *unused)
@@ -191,14 +196,6 @@ class ListDispatch:
             return whole
         # Backward sends gradients back on all ranks if it does on one.
         return whole.requires_grad_(any(p.requires_grad for p in self._module.parameters()))
-
-    def _checked(self, made: Tensor, rows: Tensor) -> Tensor:
-        if made.dtype != rows.dtype:  # ranks without a row would send others
-            raise ValueError(
-                f"an expert of {self._experts.fqn!r} makes rows of {made.dtype} of rows of "
-                f"{rows.dtype}; expert_parallel needs one dtype, so cast what it returns"
-            )
-        return made
 
     def _calls(self, returned: Tensor, shapes: list[list[torch.Size]]) -> CallsOf:
         """Return what was made of the rows of each call."""

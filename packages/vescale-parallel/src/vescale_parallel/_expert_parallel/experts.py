@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from vescale_dtensor import DTensor
+from vescale_dtensor import DTensor, all_to_all
 from vescale_parallel._torch_private import pytree
 
 Combination = Literal["slots", "ascending"]
@@ -269,3 +270,43 @@ def sorted_by_expert(index_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor
     experts, order = index_TK.reshape(-1).sort(stable=True)
     borders = torch.arange(num_experts + 1, device=index_TK.device, dtype=experts.dtype)
     return order, torch.searchsorted(experts, borders).diff()
+
+
+class MadeDtypes:
+    """The dtype of what experts of one module make of rows, on ranks without a row, too.
+
+    It is that of rows, or another one under autocast, of which ranks tell each other once.
+    """
+
+    def __init__(self, fqn: str, group: dist.ProcessGroup) -> None:
+        self._fqn, self._group = fqn, group
+        self._known: dict[tuple[torch.dtype, torch.dtype], torch.dtype] = {}
+
+    def of(self, made: Sequence[Tensor], rows: Tensor) -> torch.dtype:
+        """Return it, given all that was made on this rank. Every rank must call this.
+
+        Raises:
+            ValueError: If experts make rows of several dtypes.
+        """
+        dtype = rows.dtype
+        if torch.is_autocast_enabled(rows.device.type):
+            dtype = self._agreed(made, rows, torch.get_autocast_dtype(rows.device.type))
+        other = next((each.dtype for each in made if each.dtype != dtype), None)
+        if other is not None:  # ranks without a row would send others
+            raise ValueError(
+                f"an expert of {self._fqn!r} makes rows of {other}, and {dtype} was expected of "
+                f"rows of {rows.dtype}; expert_parallel needs one dtype, so cast what it returns"
+            )
+        return dtype
+
+    def _agreed(self, made: Sequence[Tensor], rows: Tensor, cast: torch.dtype) -> torch.dtype:
+        key = rows.dtype, cast
+        if key not in self._known:
+            codes = [1 + key.index(each.dtype) for each in made[:1] if each.dtype in key]
+            ranks = self._group.size()
+            own = torch.tensor(codes or [0], device=rows.device).repeat(ranks)
+            code = int(all_to_all(own, self._group).max())
+            if not code:  # no rank had a row
+                return rows.dtype
+            self._known[key] = key[code - 1]
+        return self._known[key]

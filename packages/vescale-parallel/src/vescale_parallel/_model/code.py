@@ -1,10 +1,10 @@
-"""Code of functions: the names that it refers to, and how compilers take it."""
+"""Code of functions and classes: the names it refers to, what compilers take, what is mixed in."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any, cast
 
@@ -82,3 +82,32 @@ def refuse_one_graph(model: nn.Module, fqns: Collection[str], why: str) -> None:
                 f"{at!r} was compiled with fullgraph=True, and {breaks} to be left out of graphs: "
                 f"{why}; compile it without fullgraph"
             )
+
+
+def mix_in(
+    module: nn.Module, mixin: type[nn.Module], namespace: Mapping[str, Any] | None = None
+) -> None:
+    """Put a class before a module's own, in place; ``namespace`` is what the new class has."""
+    cls = type(module)
+    made = {"__module__": cls.__module__, **(namespace or {})}
+    try:
+        module.__class__ = type(cls.__name__, (mixin, cls), made)
+    except TypeError:
+        module.__class__ = _behind(cls, mixin)(cls.__name__, (cls, mixin), made)
+
+
+def _behind(cls: type[nn.Module], mixin: type[nn.Module]) -> Any:
+    """Return the metaclass of classes that list a mixin last and look into it first.
+
+    An object may become one of another class only if both are laid out alike, and Python compares
+    their first bases. That of ``Net(ABC, nn.Module)`` or ``Net(Generic[T], nn.Module)`` is no
+    module; a class whose first base is one is taken for another layout, and one whose first base
+    is Net is not.
+    """
+
+    def mro(made: type) -> Any:
+        if made.__bases__ != (cls, mixin):
+            return type.mro(made)
+        return [made, mixin, *cls.__mro__]
+
+    return type("MixedIn", (type(cls),), {"mro": mro})

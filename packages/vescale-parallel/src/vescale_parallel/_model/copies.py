@@ -204,6 +204,11 @@ def writable(leaf: Tensor) -> Tensor:
         return torch.ops.aten._unsafe_view(leaf, leaf.shape)
 
 
+def own_containers(tree: Any) -> Any:
+    """Return a tree of the same leaves, in lists and dicts that a forward may put more into."""
+    return pytree.tree_map(lambda leaf: leaf, tree)
+
+
 def snapshot(tree: Any) -> Any:
     """Copy the containers of a tree, and objects that a module might change: caches."""
     return pytree.tree_map(_copied_leaf, tree)

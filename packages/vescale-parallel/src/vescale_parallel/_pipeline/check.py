@@ -11,7 +11,13 @@ from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
 from vescale_parallel._loss.output import is_loss
-from vescale_parallel._model.copies import copied_without_hooks, meta_parameter, on_meta, writable
+from vescale_parallel._model.copies import (
+    copied_without_hooks,
+    meta_parameter,
+    on_meta,
+    own_containers,
+    writable,
+)
 from vescale_parallel._model.inputs import bind, opened
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
@@ -123,11 +129,12 @@ def _run_all(
                 _without_others(model, users, stage),
                 staging.run.running(),
             ):
-                model(*args, **kwargs)
+                given_args, given_kwargs = own_containers((args, kwargs))
+                model(*given_args, **given_kwargs)
         except StageDone as done:
             sent = [*done.activations]
             continue
-        staging.run.check_complete(num_blocks)
+        staging.run.check_complete(stages.blocks)
 
 
 def _observed(
@@ -141,7 +148,8 @@ def _observed(
     staging.run = StageRun.counting(len(stages.blocks), values)
     Placeholder.usable = True
     with torch.no_grad(), staging.run.running():
-        output = model(*args, **kwargs)
+        given_args, given_kwargs = own_containers((args, kwargs))
+        output = model(*given_args, **given_kwargs)
     has_loss = any(map(is_loss, pytree.tree_leaves(output)))
     return values.cuts(output, losses_only=has_loss)
 

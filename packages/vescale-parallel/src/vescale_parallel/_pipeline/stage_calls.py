@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
+from vescale_parallel._model.copies import own_containers
 
 from .cuts.hooks import hooks_where_real
 from .cuts.placeholders import Placeholder
@@ -132,7 +133,8 @@ class StageCalls:
         # The first stage needs none: what it does not own comes later.
         Placeholder.usable = run.stage > 0
         means = TokenMeans(num_parts, functools.partial(self._known_count, run, counts))
-        args, kwargs = microbatch
+        # Other stages of this rank are given the same, and what it is tells tensors' shapes apart.
+        args, kwargs = own_containers(microbatch)
         try:
             with _explained(), run.running(), hooks_where_real(self.staging.around, run), means:
                 output = forward(*args, **kwargs)
@@ -141,7 +143,7 @@ class StageCalls:
         finally:
             self.staging.run = None
             Placeholder.usable = was_usable
-        run.check_complete(self.num_blocks)
+        run.check_complete(self.staging.blocks)
         if loss_of is not None and not self._checked_loss:
             self._checked_loss = True
             means.warn_of_sums(loss_of(output))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.code import mix_in
 from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.inputs import refuse_shut_output
@@ -31,7 +32,12 @@ from vescale_parallel._torch_private import is_in_backward, pytree
 from .cuts.forms import form_of
 from .cuts.outline import Argument, Outline, outline_of
 from .cuts.placeholders import Placeholder, as_sent, placeholder, rename, taint
-from .cuts.stage_run import Receive as Receive, StageDone as StageDone, StageRun as StageRun
+from .cuts.stage_run import (
+    HOW_TO_SKIP,
+    Receive as Receive,
+    StageDone as StageDone,
+    StageRun as StageRun,
+)
 from .stage_assignment import StageMap
 
 _HOW_TO_SAY_CALLS = (
@@ -50,7 +56,7 @@ class Staging:
     around the blocks. ``alike`` has one copy of blocks that :func:`form_of` says are alike, where
     that is good enough: where stages are tried, not where they train. ``enters`` is told of a
     stage's first block and what it is called with, before that is replaced by what the stage
-    before sent.
+    before sent. ``blocks`` are the names of blocks in the order of their calls.
     """
 
     run: StageRun | None = None
@@ -58,6 +64,7 @@ class Staging:
     around: Mapping[nn.Module, str] = field(default_factory=dict[nn.Module, str])
     alike: dict[object, nn.Module] | None = None
     enters: Callable[[str, Sequence[Any]], None] = lambda fqn, leaves: None
+    blocks: Sequence[str] = ()
 
     def skeleton_of(
         self, module: nn.Module, fqn: str, param_dtype: torch.dtype | None
@@ -102,11 +109,13 @@ class StagedModule(nn.Module):
             return self._call_outside(role, run, args, kwargs)
         index = run.blocks_called
         if index not in role.calls:
-            again = ", a second call" * (min(role.calls) < index)
+            again, skipped = ", a second call" * (min(role.calls) < index), ""
+            if index < min(role.calls) and role.staging.blocks:
+                again, skipped = f", before {role.staging.blocks[index]!r}", f". {HOW_TO_SKIP}"
             order = "once each and in order" if len(role.calls) == 1 else "as its plan says"
             raise ValueError(
                 f"pipeline parallelism needs the blocks to be called {order}, "
-                f"but {role.fqn!r} was call number {index}{again}. {_HOW_TO_SAY_CALLS}"
+                f"but {role.fqn!r} was call number {index}{again}. {_HOW_TO_SAY_CALLS}{skipped}"
             )
         if index == run.end_block and not run.is_last:
             raise StageDone(run.sent(role.fqn, pytree.tree_leaves((args, kwargs))))
@@ -161,6 +170,7 @@ def stage_model(
         module, calls = model.get_submodule(fqn), stages.calls_of_block(fqn)
         owners = [stages.stage_of_block(index) for index in calls]
         stage_module(module, staging, fqn=fqn, calls=calls, stages=owners, param_dtype=param_dtype)
+    staging.blocks = stages.blocks
     staging.around = _around(model, {*stages.blocks, *stages.outside})
     users: dict[nn.Module, tuple[str, set[int]]] = {}
     for fqn in stages.outside:
@@ -212,8 +222,7 @@ def stage_module(
     """
     skeleton = staging.skeleton_of(module, fqn, param_dtype)
     role = _Role(staging, fqn, calls, frozenset(stages), skeleton)
-    cls = type(module)
-    module.__class__ = type(cls.__name__, (StagedModule, cls), {"__module__": cls.__module__})
+    mix_in(module, StagedModule)
     assert isinstance(module, StagedModule)
     # Not through nn.Module.__setattr__, which would register the skeleton as a submodule.
     object.__setattr__(module, "_vescale_role", role)

@@ -17,6 +17,7 @@ from vescale_dtensor.random import Point
 from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._mesh.mesh import data_groups
+from vescale_parallel._model.code import mix_in
 from vescale_parallel._model.copies import copied_without_values
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
@@ -65,8 +66,7 @@ class PassBorders:
         """Watch modules that are staged already, in place."""
         for fqn in modules:
             module = model.get_submodule(fqn)
-            cls = type(module)
-            module.__class__ = type(cls.__name__, (_Bordered, cls), {"__module__": cls.__module__})
+            mix_in(module, _Bordered)
             object.__setattr__(module, "_vescale_border", (self, fqn))
 
 

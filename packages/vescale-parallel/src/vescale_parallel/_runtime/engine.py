@@ -119,7 +119,9 @@ class Engine:
             if is_in_backward():
                 raise RuntimeError(
                     "a parallelized model was called inside a backward pass, as checkpointing "
-                    "all of it does; checkpoint its blocks instead (recompute='full')"
+                    "all of it does; checkpoint its blocks instead (recompute='full'). Of a loss "
+                    "that runs the model again in its backward (GradCache), parallelize the "
+                    "module of the loss, which calls the model"
                 )
             if is_transformed():
                 raise ValueError(

@@ -29,6 +29,7 @@ from typing import Any
 
 from torch import nn
 
+from vescale_parallel._model.code import mix_in
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import is_in_compiled_function, left_out, makes_one_graph
 
@@ -87,14 +88,13 @@ class ParallelModule(nn.Module):
 
 def give_engine(model: nn.Module, engine: Engine) -> None:
     """Have the calls of a model go through an engine, in place."""
-    cls = type(model)
-    model.__class__ = type(cls.__name__, (ParallelModule, cls), _namespace_of(cls))
+    mix_in(model, ParallelModule, _namespace_of(type(model)))
     object.__setattr__(model, "_vescale_engine", engine)
 
 
 def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
     """Return what the class of a parallelized model has besides its bases."""
-    namespace: dict[str, Any] = {"__module__": cls.__module__}
+    namespace: dict[str, Any] = {}
     # Those of the model itself, if it has some.
     for name in ("no_sync", "set_requires_gradient_sync"):
         if hasattr(cls, name):

@@ -76,7 +76,7 @@ def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) ->
                 return _run(skeleton, *pytree.tree_map_only(Tensor, on_meta, given))
         except Exception as error:
             failed = failed or error
-    with contextlib.suppress(Exception):
+    try:
         held = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor)]
         device = held[0].device if held else torch.device("cpu")
         with torch.inference_mode(False), torch.no_grad(), device:
@@ -85,6 +85,8 @@ def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) ->
             with torch.random.fork_rng(devices), untouched_generators():
                 found = _run(copied, *pytree.tree_map_only(Tensor, _same_values, given))
             return Outline(pytree.tree_map_only(Tensor, on_meta, found.output), found.written)
+    except Exception as error:  # with values, so more of its own than of shapes
+        failed = error
     for name, held in modules_in_closures(skeleton):
         raise ValueError(
             f"{name!r} of {fqn!r} is a function that calls a {type(held).__name__} which is no "

@@ -19,6 +19,12 @@ from .placeholders import Placeholder, become
 from .values import Crossing, Name, Values
 
 _CHECKPOINT = "torch.utils.checkpoint"
+HOW_TO_SKIP = (
+    "Where forward leaves blocks out at random (LayerDrop), stages would not know which: set its "
+    "chance to 0 (layerdrop, encoder_layerdrop, decoder_layerdrop of transformers' models), or "
+    "draw in the block's own forward and return the input from there. Where it leaves them out in "
+    "some calls (generation, which runs an encoder once), use pipeline_parallel.size 1 for these"
+)
 
 # Returns what the stage before sent, given tensors of its shapes.
 Receive = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -86,13 +92,14 @@ class StageRun:
         finally:
             self.values.release()
 
-    def check_complete(self, num_blocks: int) -> None:
+    def check_complete(self, blocks: Sequence[str]) -> None:
         """Raise if forward has returned on this stage without calling all blocks."""
-        if not self.is_last or self.blocks_called != num_blocks:
+        called = self.blocks_called
+        if not self.is_last or called != len(blocks):
+            behind = f", and not {blocks[called]!r}" if called < len(blocks) else ""
             raise ValueError(
-                f"expected forward to call all {num_blocks} blocks before it returns, as pipeline "
-                f"parallelism needs, got {self.blocks_called}; "
-                "use pipeline_parallel.size 1 for a model that skips blocks"
+                f"expected forward to call all {len(blocks)} blocks before it returns, as "
+                f"pipeline parallelism needs, got {called}{behind}. {HOW_TO_SKIP}"
             )
 
     @classmethod

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._loss.token_mean import TokenCounts
+from vescale_parallel._model.copies import own_containers
 from vescale_parallel._pipeline.stage_module import StageRun, Staging
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
@@ -125,7 +126,7 @@ def run_counting(
     """
     mode = TokenCounts() if mode is None else mode
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
-    args, kwargs = microbatch
+    args, kwargs = own_containers(microbatch)
     staging.run = run
     try:
         with torch.no_grad(), torch.random.fork_rng(devices), untouched_generators(), mode:

@@ -15,7 +15,9 @@ _WHY = (
     "a loss that the model returned is the mean over all data-parallel ranks already, and was "
     "multiplied with another number on each of them. Their gradients do not add up to one "
     "device's then. Leave the factor out if it makes up for numbers of tokens or rows, or "
-    "compute it in the model's forward, or average it over ranks before"
+    "compute it in the model's forward, or average it over ranks before. What comes beside "
+    "features, a temperature of a contrast for example, is such a number, too: have forward "
+    "return the loss, or parallelize a module that calls the model and computes it"
 )
 
 
