@@ -9,6 +9,7 @@ from types import CodeType, FunctionType
 from typing import Any, cast
 
 from torch import nn
+from torch.optim import Optimizer
 
 from vescale_parallel._torch_private import compiled_as_one_graph
 
@@ -85,24 +86,24 @@ def refuse_one_graph(model: nn.Module, fqns: Collection[str], why: str) -> None:
 
 
 def mix_in(
-    module: nn.Module, mixin: type[nn.Module], namespace: Mapping[str, Any] | None = None
+    subject: nn.Module | Optimizer, mixin: type, namespace: Mapping[str, Any] | None = None
 ) -> None:
-    """Put a class before a module's own, in place; ``namespace`` is what the new class has."""
-    cls = type(module)
+    """Put a class before a subject's own, in place; ``namespace`` is what the new class has."""
+    cls: Any = type(subject)
     made = {"__module__": cls.__module__, **(namespace or {})}
     try:
-        module.__class__ = type(cls.__name__, (mixin, cls), made)
+        subject.__class__ = type(cls.__name__, (mixin, cls), made)
     except TypeError:
-        module.__class__ = _behind(cls, mixin)(cls.__name__, (cls, mixin), made)
+        subject.__class__ = _behind(cls, mixin)(cls.__name__, (cls, mixin), made)
 
 
-def _behind(cls: type[nn.Module], mixin: type[nn.Module]) -> Any:
+def _behind(cls: type, mixin: type) -> Any:
     """Return the metaclass of classes that list a mixin last and look into it first.
 
     An object may become one of another class only if both are laid out alike, and Python compares
-    their first bases. That of ``Net(ABC, nn.Module)`` or ``Net(Generic[T], nn.Module)`` is no
-    module; a class whose first base is one is taken for another layout, and one whose first base
-    is Net is not.
+    their first bases. That of ``Net(ABC, nn.Module)`` or ``Base(Generic[T], Optimizer)`` has
+    neither attributes nor weak references; a class whose first base has both is taken for another
+    layout, and one whose first base is Net is not.
     """
 
     def mro(made: type) -> Any:

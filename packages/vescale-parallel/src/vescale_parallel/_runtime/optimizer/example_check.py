@@ -67,6 +67,7 @@ def _check_elements(optimizer: Optimizer, block_numel: int) -> frozenset[str]:
         ]
         for rank in ranks:
             rank.run(optimizer)
+            _expect_same_options(whole, rank, "depends on how parameters are cut")
         for index, parameter in enumerate(whole.params):
             if parameter.dim() <= dim:
                 continue
@@ -115,6 +116,7 @@ def _check_parameters(optimizer: Optimizer) -> None:
     for parity in (0, 1):
         alone = _Example(optimizer, only=parity, without_gradient=True)
         alone.run(optimizer)
+        _expect_same_options(together, alone, "is made of several parameters")
         for index in range(parity, len(together.params), 2):
             if index in together.idle:
                 continue
@@ -132,6 +134,22 @@ def _check_parameters(optimizer: Optimizer) -> None:
                     )
                     if not same:
                         raise _Differs(f"the state {key!r} of a parameter depends on others")
+
+
+def _expect_same_options(one: _Example, other: _Example, why: str) -> None:
+    """Compare what steps have made of options: estimates of step sizes, sums of norms.
+
+    These would be a rank's own, and change its updates now or much later (Prodigy, D-Adaptation).
+    """
+    for mine, theirs in zip(one.options, other.options, strict=True):
+        for key, value in mine.items():
+            found = theirs.get(key)
+            if isinstance(value, Tensor) and value.numel() == 1 and isinstance(found, Tensor):
+                is_same = torch.equal(found, value)
+            else:
+                is_same = not isinstance(value, int | float) or found == value
+            if not is_same:
+                raise _Differs(f"its option {key!r} {why}")
 
 
 class _Example:
@@ -202,6 +220,14 @@ class _Example:
         for parameter, (grad, before) in given.items() if self.idle else ():
             if parameter.grad is not grad or not torch.equal(grad, before):
                 raise _Differs("a step changes gradients")
+
+    @property
+    def options(self) -> list[dict[str, Any]]:
+        """What groups have besides parameters."""
+        return [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._stepped.param_groups
+        ]
 
     def state_of(self, index: int) -> dict[str, Any]:
         """Return the state of a parameter, empty without one."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vescale_dtensor import DTensor
+from vescale_parallel._model.code import mix_in
 from vescale_parallel._runtime.module import ParallelModule
 from vescale_parallel._torch_private import HUNG_BY_SCHEDULER, STEP_WAS_CALLED
 
@@ -20,7 +21,7 @@ from .kinds import advice, block_of, is_torchs, refusal, updates_of
 from .local_shards import LocalShards
 from .matrices import Matrices, matrices_of
 from .parallel_optimizer import ParallelOptimizer, is_cut
-from .plain import PlainParameters, PlainState
+from .plain import PlainParameters, PlainState, refuse_state_of_none
 from .whole_parameters import WholeParameters
 
 
@@ -64,6 +65,7 @@ def _parallelize(optimizer: object, model: nn.Module) -> Optimizer:
         )
     if (told := refusal(cls)) is not None:
         raise ValueError(f"{cls.__name__} {told}")
+    refuse_state_of_none(cls.__name__, optimizer.state)
     updates = updates_of(cls)
     cut = [names[sharded] for sharded in held if is_cut(sharded)]
     if cut and updates is None:
@@ -126,8 +128,7 @@ def _with(
     plain: PlainParameters,
 ) -> Optimizer:
     cls = type(optimizer)
-    made: Any = type(cls.__name__, (ParallelOptimizer, cls), {"__module__": cls.__module__})
-    optimizer.__class__ = made
+    mix_in(optimizer, ParallelOptimizer)
     assert isinstance(optimizer, ParallelOptimizer)
     assert isinstance(model, ParallelModule)
     optimizer._vescale_names, optimizer._vescale_is_known = names, updates_of(cls) is not None

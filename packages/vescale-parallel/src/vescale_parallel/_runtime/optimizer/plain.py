@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any, Protocol
 
@@ -112,6 +112,7 @@ class PlainState:
         self._state = state
         if _is_same(public, state):
             return
+        refuse_state_of_none("the optimizer", state)
         for key in list(public):
             plain, parts = self._plain.plain_of(key), self._plain.parts_of(key)
             here = (plain,) if parts is None else parts
@@ -122,6 +123,20 @@ class PlainState:
                 public.setdefault(part[0], {})[str(part[1])] = values
             else:
                 public[self._plain.public_of(plain)] = values
+
+
+def refuse_state_of_none(name: str, keys: Iterable[object]) -> None:
+    """Raise if an optimizer has state under another key than a parameter, as ``state["k"]``.
+
+    Raises:
+        ValueError: With the key.
+    """
+    for key in keys:
+        if not isinstance(key, Tensor):
+            raise ValueError(
+                f"{name} keeps {key!r} in its state, which is that of a parameter each: keep it "
+                "in param_groups, or make the optimizer after parallelize, of model.parameters()"
+            )
 
 
 def _is_same(public: Mapping[Any, dict[str, Any]], plain: Mapping[Any, dict[str, Any]]) -> bool:
