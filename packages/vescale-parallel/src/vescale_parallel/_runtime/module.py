@@ -172,7 +172,8 @@ class _Getter:
     """The method of one module."""
 
     def __init__(self, model: nn.Module, owner: nn.Module) -> None:
-        self._model, self._get = model, type(owner).get_encoder.__get__(owner)
+        cls: Any = type(owner)
+        self._model, self._get = model, cls.get_encoder.__get__(owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _EncoderByCalls(self._model, self._get(*args, **kwargs))
