@@ -410,13 +410,17 @@ def test_a_scaled_down_model_is_run_inside_of_what_wraps_it(
     assert [*found.regions] == ([""] if coupled else [])
 
 
-class Towers(nn.Linear):
+class Towers(nn.Module):
     """Returns features of rows, and a temperature beside them, as CLIP does."""
 
-    def forward(self, input: Tensor) -> dict[str, Tensor]:
-        return {"features": super().forward(input), "scale": self.bias.sum().exp()}
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"features": self.tower(x), "scale": self.tower.bias.sum().exp()}
 
 
 def test_a_number_that_is_no_mean_is_named_among_several_results() -> None:
-    found = coupling(Towers(3, 2), torch.ones(4, 3))
+    found = coupling(Towers(), torch.ones(4, 3))
     assert found.regions[""].endswith("not a plain mean over rows, output['scale']")
