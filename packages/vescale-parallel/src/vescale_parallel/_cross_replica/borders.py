@@ -17,8 +17,7 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
-from .batches.graph_inputs import num_nodes_of
-from .row_counts import RowDims, ValuesOfRows, num_rows_of
+from .row_counts import RowDims, ValuesOfRows, num_nodes_of, num_rows_of
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.batches.graph_inputs import num_nodes_of
 from vescale_parallel._cross_replica.batches.graphs import graph_batches
 from vescale_parallel._cross_replica.batches.small_batches import some_rows, within
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.parts import NUM_ROWS
-from vescale_parallel._cross_replica.row_counts import RowDims
+from vescale_parallel._cross_replica.row_counts import RowDims, num_nodes_of
 from vescale_parallel._cross_replica.runs import RowCheckError
 from vescale_parallel._model.copies import deep_copied, plain
 from vescale_parallel._model.fqns import generalize

@@ -27,14 +27,19 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.borders import RowCoupling
 from vescale_parallel._cross_replica.check import CannotRunError, Given, row_coupling
 from vescale_parallel._cross_replica.parts import NUM_ROWS, equal
+from vescale_parallel._cross_replica.row_counts import (
+    is_edges,
+    last_end,
+    node_counts,
+    num_nodes_of,
+    tensors_of_call,
+)
 from vescale_parallel._cross_replica.runs import NotFewerRowsError, RowCheckError, seeded
 from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import InDouble, in_double, sharing_copy
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.without_chance import WithoutChance
-
-from .graph_inputs import is_edges, last_end, node_counts, num_nodes_of, tensors_of_call
 
 
 class GraphsMeetError(NotFewerRowsError):
