@@ -20,6 +20,7 @@ from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 
 from .added.summed_buffers import SummedBuffers
+from .batches.graphs import refused_parts
 from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
 from .regions import RowRegions
@@ -106,6 +107,8 @@ class BatchRows:
         if apart is not None and (in_parts_by or self._is_sliced(self.coupling)):
             self.coupling = apart
         try:
+            if in_parts_by and self.coupling.of_graphs:
+                raise ValueError(refused_parts(in_parts_by))
             if in_parts_by and self.coupling.written:
                 raise ValueError(_refused_writes(self.coupling, in_parts_by))
             if in_parts_by and self.coupling.rows_read and torch.is_grad_enabled():

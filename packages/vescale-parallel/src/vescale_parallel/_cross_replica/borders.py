@@ -17,7 +17,7 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
-from .row_counts import RowDims, ValuesOfRows, num_rows_of
+from .row_counts import RowDims, ValuesOfRows, num_nodes_of, num_rows_of
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class RowCoupling:
             reason for a region; see [Note: buffers that rows add to].
         apart: The same with such buffers; None if there are none.
         fails: Whether some code does not run on fewer rows.
+        of_graphs: Whether every rank has graphs of its own; see [Note: graphs of ranks].
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -97,9 +98,12 @@ class RowCoupling:
     added: frozenset[str] = frozenset()
     apart: RowCoupling | None = None
     fails: bool = False
+    of_graphs: bool = False
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
+        if self.of_graphs:
+            return num_nodes_of((args, kwargs)) or 0
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         for leaf, rows in zip(leaves, self.rows_of(args, kwargs) or (), strict=False):
             if rows is not None and isinstance(leaf, Tensor):
@@ -138,6 +142,7 @@ class RowCoupling:
             added=frozenset(map(generalize, self.added)),
             apart=None if self.apart is None else self.apart.as_patterns(),
             fails=self.fails,
+            of_graphs=self.of_graphs,
         )
 
     def is_written(self, fqn: str) -> bool:
@@ -194,6 +199,7 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         frozenset[str]().union(*(each.added for each in found)),
         joined([each.apart or each for each in found]) if any(e.apart for e in found) else None,
         any(each.fails for each in found),
+        any(each.of_graphs for each in found),
     )
 
 
@@ -276,3 +282,27 @@ def part_of_rows(whole: Tensor, rows: Rows, part: int, num_parts: int, num_rows:
     few = num_rows // num_parts
     inner = whole.unflatten(rows.dim, (-1, num_rows)).narrow(rows.dim + 1, part * few, few)
     return inner.flatten(rows.dim, rows.dim + 1)
+
+
+def unclear_rows(found: RowCoupling, length: int, other: RowCoupling, other_length: int) -> str:
+    return (
+        "it cannot be told which dim of a call's tensors the rows of the batch are: if the one of "
+        f"length {length}, they depend on each other in {named(found)}; if the one of length "
+        f"{other_length}, {named(other) or 'nowhere'}. Give parallelize the data set, whose "
+        "batches have rows first, or call the model with tensors that only share the rows, "
+        "targets of (batch) for example, and with positions of (1, time); or use "
+        "data_parallel.size 1"
+    )
+
+
+def square_batch(found: RowCoupling, other: RowCoupling) -> str:
+    return (
+        "it cannot be told which dim of a call's tensors the rows of the batch are, since the "
+        f"first two are as long: if the first one, they depend on each other in {named(found)}; "
+        f"if the second one, {named(other) or 'nowhere'}. Give parallelize the data set, whose "
+        "batches have rows first, or use data_parallel.size 1"
+    )
+
+
+def named(found: RowCoupling) -> str:
+    return ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())

@@ -24,7 +24,18 @@ from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .borders import NOWHERE, RowCoupling, Seen, doubtful_leaves, joined, less_dependent
+from .batches.graphs import coupling_of_call
+from .batches.small_batches import Extremes, largest_table, some_rows, within
+from .borders import (
+    NOWHERE,
+    RowCoupling,
+    Seen,
+    doubtful_leaves,
+    joined,
+    less_dependent,
+    square_batch,
+    unclear_rows,
+)
 from .check import CannotRunError, Given, UnclearRowsError, row_coupling
 from .gradients_of_parts import NoNumbersError
 from .row_counts import (
@@ -36,7 +47,6 @@ from .row_counts import (
     values_of_rows,
 )
 from .runs import NotFewerRowsError, RowCheckError, seeded
-from .small_batches import Extremes, largest_table, some_rows, within
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.
 _MANY = 2**22
@@ -182,9 +192,13 @@ class RowGuard:
             return None
         dims, coupling = better
         if dims == second and known is not None and not known.fails:
-            raise ValueError(_square(known, coupling))
+            raise ValueError(square_batch(known, coupling))
         self._dims[key] = dims
         return coupling
+
+    def is_of_graphs(self, key: tuple[str, int]) -> bool:
+        """Whether every rank is known to have graphs of its own in a form of call."""
+        return self._known.get(key, NOWHERE).of_graphs
 
     def row_dims(self, key: tuple[str, int]) -> RowDims:
         """Return the dims of the rows in a form of call where shapes would mislead."""
@@ -213,12 +227,20 @@ class RowGuard:
         found: dict[RowDims, RowCoupling] = {}
         for dims in others:
             with contextlib.suppress(RowCheckError, NoNumbersError):
-                found[dims] = self._check(model, given, known_rows, dims)
+                found[dims] = self._check_rows(model, given, known_rows, dims)
                 if not found[dims].regions:
                     break
         return found
 
-    def _check(
+    def _check(self, model: nn.Module, given: Given, known_rows: int | None) -> RowCoupling:
+        return coupling_of_call(
+            lambda: self.subject(model)[0],
+            given,
+            lambda: self._check_rows(model, given, known_rows),
+            losses_only=self._skips_numbers,
+        )
+
+    def _check_rows(
         self,
         model: nn.Module,
         given: Given,
@@ -348,30 +370,6 @@ def _handed_over(name: str) -> str:
     )
 
 
-def _unclear(found: RowCoupling, length: int, other: RowCoupling, other_length: int) -> str:
-    return (
-        "it cannot be told which dim of a call's tensors the rows of the batch are: if the one of "
-        f"length {length}, they depend on each other in {_named(found)}; if the one of length "
-        f"{other_length}, {_named(other) or 'nowhere'}. Give parallelize the data set, whose "
-        "batches have rows first, or call the model with tensors that only share the rows, "
-        "targets of (batch) for example, and with positions of (1, time); or use "
-        "data_parallel.size 1"
-    )
-
-
-def _square(found: RowCoupling, other: RowCoupling) -> str:
-    return (
-        "it cannot be told which dim of a call's tensors the rows of the batch are, since the "
-        f"first two are as long: if the first one, they depend on each other in {_named(found)}; "
-        f"if the second one, {_named(other) or 'nowhere'}. Give parallelize the data set, whose "
-        "batches have rows first, or use data_parallel.size 1"
-    )
-
-
-def _named(found: RowCoupling) -> str:
-    return ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
-
-
 def _chosen(found: Mapping[int, RowCoupling], given: Given) -> int:
     """Return how many rows there are, of the numbers that were tried in this order.
 
@@ -387,7 +385,7 @@ def _chosen(found: Mapping[int, RowCoupling], given: Given) -> int:
     is_told = first not in firsts or (last in firsts and last != usual)
     if found[last].regions or not is_told:
         error = NotFewerRowsError if found[first].fails else UnclearRowsError
-        raise error(_unclear(found[first], first, found[last], last))
+        raise error(unclear_rows(found[first], first, found[last], last))
     return last
 
 

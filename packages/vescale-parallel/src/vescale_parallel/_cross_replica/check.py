@@ -27,7 +27,7 @@ from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
 
 from .added.added_buffers import added_buffers
-from .borders import ModuleRows, Output, RowCoupling, Rows, structure
+from .borders import ModuleRows, Output, RowCoupling, structure
 from .gradients_of_parts import compare_gradients, has_gradient
 from .kept import (
     Place,
@@ -40,7 +40,7 @@ from .kept import (
     worth_a_warning,
 )
 from .means import is_number, with_means
-from .parts import NUM_PARTS, equal, is_part, rows_in, same_value
+from .parts import NUM_PARTS, equal, is_part, same_value, where_rows
 from .ranked_rows import picks_rows
 from .runs import Call, OtherCallsError, RowCheckError, Run, Script, run_module, seeded
 
@@ -134,7 +134,7 @@ class _Found:
 
     def coupling(self, whole: Given, halves: Sequence[Given]) -> RowCoupling:
         """Return what was found, of a call with these rows and parts."""
-        given, _ = _where(Call(*whole).inputs, Call(*halves[0]).inputs)
+        given, _ = where_rows(Call(*whole).inputs, Call(*halves[0]).inputs)
         return RowCoupling(
             regions=self.regions,
             module_rows=self.useful_rows(),
@@ -172,8 +172,11 @@ class _Found:
         at = fqn, structure((whole.args, whole.kwargs))
         if not fqn:
             self.names = leaf_names(whole.output)
-        inputs, is_clear = _where(whole.inputs, parts[0].inputs)
-        outputs, is_row_wise = _where(whole.outputs, parts[0].outputs)
+        inputs, is_clear = where_rows(whole.inputs, parts[0].inputs)
+        outputs, is_row_wise = where_rows(whole.outputs, parts[0].outputs)
+        if fqn and not any(inputs) and _tells_num_rows(whole, parts[0]):
+            # A region's code tells the number of all rows, so it is made for all of them.
+            outputs = (None,) * len(outputs)
         compared = [] if fqn or not self.losses_only else [part.outputs for part in parts]
         means = with_means(outputs, parts[0].are_means, whole.outputs, compared)
         rows = ModuleRows(inputs, means)
@@ -181,6 +184,12 @@ class _Found:
             self.unclear.add(at)
         if not is_row_wise:
             self.mixed.add(at)
+
+
+def _tells_num_rows(whole: Call, part: Call) -> bool:
+    """Whether a module is given a number that counts rows."""
+    numbers = zip(whole.inputs, part.inputs, strict=False)
+    return any(type(w) is type(p) is int and w == NUM_PARTS * p != 0 for w, p in numbers)
 
 
 def _examine(
@@ -307,22 +316,6 @@ def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: _Found) -
 
 def _equal_or_none(found: Tensor | None, expected: Tensor) -> bool:
     return found is not None and equal(found, expected)
-
-
-def _where(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], bool]:
-    """Return where the rows are in tensors, and whether shapes tell for all of them."""
-    if len(whole) != len(part):
-        return (), False
-    pairs = list(zip(whole, part, strict=True))
-    both = [isinstance(w, Tensor) and isinstance(x, Tensor) for w, x in pairs]
-    rows = [
-        rows_in(w, x, 0) if tensors else None for (w, x), tensors in zip(pairs, both, strict=True)
-    ]
-    told = [
-        not tensors or found is not None or w.shape == x.shape
-        for (w, x), found, tensors in zip(pairs, rows, both, strict=True)
-    ]
-    return tuple(rows), all(told)
 
 
 def _difference(

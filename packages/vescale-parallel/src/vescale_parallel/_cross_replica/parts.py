@@ -57,3 +57,19 @@ def equal(found: Tensor, expected: Tensor, *, relative: float = 1e-9) -> bool:
         atol=relative * (largest + 1e-3),
         equal_nan=True,
     )
+
+
+def where_rows(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], bool]:
+    """Return where the rows are in tensors, and whether shapes tell for all of them."""
+    if len(whole) != len(part):
+        return (), False
+    pairs = list(zip(whole, part, strict=True))
+    both = [isinstance(w, Tensor) and isinstance(x, Tensor) for w, x in pairs]
+    rows = [
+        rows_in(w, x, 0) if tensors else None for (w, x), tensors in zip(pairs, both, strict=True)
+    ]
+    told = [
+        not tensors or found is not None or w.shape == x.shape
+        for (w, x), found, tensors in zip(pairs, rows, both, strict=True)
+    ]
+    return tuple(rows), all(told)

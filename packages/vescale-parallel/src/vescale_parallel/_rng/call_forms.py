@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._cross_replica.batches.graphs import graph_batches
+from vescale_parallel._cross_replica.batches.small_batches import some_rows, within
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.parts import NUM_ROWS
-from vescale_parallel._cross_replica.row_counts import RowDims
+from vescale_parallel._cross_replica.row_counts import RowDims, num_nodes_of
 from vescale_parallel._cross_replica.runs import RowCheckError
-from vescale_parallel._cross_replica.small_batches import some_rows, within
 from vescale_parallel._model.copies import deep_copied, plain
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.inputs import children_of, map_children
@@ -91,7 +92,7 @@ class DrawForms:
         # Whoever looked where rows depend on each other has just told the form.
         key = self._guard.latest or self._guard.key(model, args, kwargs)
         if key not in self._known:
-            found = self._find(model, args, kwargs, num_rows, self._guard.row_dims(key))
+            found = self._find(key, model, args, kwargs, num_rows)
             scopes = None if found is None else scopes_of(found) | scopes_apart(found, model)
             self._known[key] = KnownDraws(scopes=scopes, otherwise=lambda: self._scopes_of_example)
         return self._known[key]
@@ -108,16 +109,20 @@ class DrawForms:
 
     def _find(
         self,
+        key: tuple[str, int],
         model: nn.Module,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         num_rows: int,
-        dims: RowDims,
     ) -> Cuts | None:
         given = pytree.tree_map_only(Tensor, plain, (tuple(args), dict(kwargs)))
-        found: Cuts | None = None
+        dims, found = self._guard.row_dims(key), None
+        are_graphs = self._guard.is_of_graphs(key) or not self._has_parts
         with contextlib.suppress(RowCheckError, DryRunError, ObservationError):
-            found = in_fresh_thread(lambda: self._cuts(model, given, num_rows, dims), of=model)
+            if are_graphs and num_nodes_of(given) is not None:
+                found = in_fresh_thread(lambda: self._cuts_of_graphs(model, given), of=model)
+            else:
+                found = in_fresh_thread(lambda: self._cuts(model, given, num_rows, dims), of=model)
         if found is not None and not found and not torch.is_grad_enabled():
             return found  # without a word to others: one rank may evaluate alone
         return _agreed(self._exchange(found))
@@ -137,6 +142,18 @@ class DrawForms:
         if not folded:
             return alone
         return alone | self._ordered(model, once, twice, {key: cuts[key] for key in folded})
+
+    def _cuts_of_graphs(self, model: nn.Module, given: Given) -> Cuts:
+        """Return cuts of draws of a batch of graphs; None of those of nodes, edges and graphs.
+
+        Ranks have other numbers of these, so that no part of a draw of one device is a rank's.
+        """
+        twice, once, _ = next(graph_batches(given, alike=True))
+        _, _, others = next(graph_batches(given))
+        if not self._has_parts:
+            return self._noted(model, once, once, once).cuts(self._sharding)
+        cuts = self._noted(model, once, twice, others).cuts(self._sharding)
+        return {key: cut if cut and cut.rows is None else None for key, cut in cuts.items()}
 
     def _noted(self, model: nn.Module, once: Given, twice: Given, others: Given) -> Noted:
         whole = self._guard.whole

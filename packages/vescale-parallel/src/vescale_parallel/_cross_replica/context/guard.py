@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.small_batches import within
+from vescale_parallel._cross_replica.batches.small_batches import within
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain

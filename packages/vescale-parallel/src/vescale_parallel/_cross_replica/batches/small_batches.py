@@ -10,6 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._cross_replica.check import Given
+from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._cross_replica.row_counts import (
+    RowDims,
+    is_one_a_row,
+    row_dim,
+    shapes_with_rows,
+)
 from vescale_parallel._model.inputs import (
     children_of,
     common_length,
@@ -20,10 +28,6 @@ from vescale_parallel._model.inputs import (
 )
 from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
-
-from .check import Given
-from .parts import NUM_ROWS
-from .row_counts import RowDims, is_one_a_row, row_dim, shapes_with_rows
 
 
 def within(model: nn.Module) -> Any:

@@ -1,0 +1,1 @@
+"""The small batches that checks run a model on: some rows, or graphs beside others."""
