@@ -88,7 +88,7 @@ from ._plan.plan import (
 from ._plan.recomputation import recompute_by_block as recompute_by_block
 from ._plan.supported import check_supported as check_supported
 from ._rng.planned_context import planned_context as planned_context
-from ._runtime.compiled_blocks import (
+from ._runtime.compiled.blocks import (
     CompiledBlock as CompiledBlock,
     compile_report as compile_report,
 )

@@ -67,7 +67,7 @@ from ._rng.sharded_rng import ShardedRng
 from ._rng.stage_draws import StageDraws
 from ._runtime.accumulation import let_count
 from ._runtime.checks import check_arguments, described_arguments
-from ._runtime.compiled_blocks import compile_blocks
+from ._runtime.compiled.blocks import compile_blocks
 from ._runtime.model_copies import ModelCopies
 from ._runtime.module import give_engine
 from ._runtime.optimizer.kinds import declared_block

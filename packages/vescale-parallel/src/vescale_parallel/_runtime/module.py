@@ -25,16 +25,15 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vescale_parallel._model.code import mix_in
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import is_in_compiled_function, left_out, makes_one_graph
 
+from .encoders import encoders_by_calls
 from .engine import Engine
 from .model_copies import ModelCopies
 
@@ -109,7 +108,7 @@ def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
             engine = self._vescale_engine
             if hasattr(self, "generation_config"):  # transformers', also below an adapter
                 kwargs = engine.generation_options(kwargs)
-            with engine.logits.gathered(), _encoders_by_calls(self):
+            with engine.logits.gathered(), encoders_by_calls(self):
                 return generate(self, *args, **kwargs)
 
         namespace["generate"] = generate_on_ranks
@@ -141,60 +140,3 @@ def _as_written(
             f"torch.compile of all of a parallelized {name} compiles nothing: {_BETWEEN}"
         )
     return engine.call(forward, model, args, kwargs)
-
-
-@contextlib.contextmanager
-def _encoders_by_calls(model: nn.Module) -> Iterator[None]:
-    """Have ``get_encoder`` of a parallelized encoder-decoder return what calls the model.
-
-    Ranks have parts of an encoder, which come together in a call of the model.
-    """
-    owners = [each for each in model.modules() if _has_encoder(each)]
-    try:
-        for owner in owners:
-            object.__setattr__(owner, "get_encoder", _Getter(model, owner))
-        yield
-    finally:
-        for owner in owners:
-            object.__delattr__(owner, "get_encoder")
-
-
-def _has_encoder(module: nn.Module) -> bool:
-    config = getattr(module, "config", None)
-    return bool(
-        getattr(config, "is_encoder_decoder", False)
-        and hasattr(type(module), "get_encoder")
-        and hasattr(module, "generation_config")
-    )
-
-
-class _Getter:
-    """The method of one module."""
-
-    def __init__(self, model: nn.Module, owner: nn.Module) -> None:
-        cls: Any = type(owner)
-        self._model, self._get = model, cls.get_encoder.__get__(owner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _EncoderByCalls(self._model, self._get(*args, **kwargs))
-
-
-class _EncoderByCalls:
-    """Calls the whole model, with one token for the decoder, for what the encoder returns."""
-
-    def __init__(self, model: nn.Module, encoder: nn.Module) -> None:
-        self._model, self._encoder = model, encoder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._encoder, name)
-
-    def __call__(self, **given: Any) -> Any:
-        rows = next(each for each in given.values() if isinstance(each, Tensor))
-        token = torch.zeros(len(rows), 1, dtype=torch.long, device=rows.device)
-        made = self._model(**given, decoder_input_ids=token, use_cache=False)
-        kinds = import_module("transformers.modeling_outputs")
-        return kinds.BaseModelOutput(
-            last_hidden_state=made.encoder_last_hidden_state,
-            hidden_states=made.encoder_hidden_states,
-            attentions=made.encoder_attentions,
-        )

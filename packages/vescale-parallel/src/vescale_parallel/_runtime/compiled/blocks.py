@@ -12,7 +12,7 @@ runs so alone, and the graph breaks there.
 
 Every block has code of its own to compile, since the guards of a compiled program name one block,
 and torch gives code up that was compiled more often than ``torch._dynamo.config.recompile_limit``.
-Of code behind a break see :mod:`.compiled_frames`.
+Of code behind a break see :mod:`.frames`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from vescale_parallel._torch_private import (
     unseen_functions,
 )
 
-from .compiled_frames import CompiledFrames
+from .frames import CompiledFrames
 
 # Modes that need not see what blocks compute: they are about code between blocks, or go on without
 # what they did not see. Others look at the first call of a form, which then runs as it is written.
