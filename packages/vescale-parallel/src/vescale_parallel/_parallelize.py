@@ -347,7 +347,7 @@ def _add_collectives(
         invariant = InvariantBoundary(ranks, plan.numerics_chunks, even=pipelined)
         install_invariant(model, chunked, invariant)
         if not pipelined:
-            invariant.watch(model, chunked.spec.sequence_ends())
+            invariant.watch(model, chunked.sequence_ends())
         return invariant, None if group is None else LiftPlain(mesh["tp"])
     if group is None:
         return None, None
@@ -358,7 +358,7 @@ def _add_collectives(
     boundary = Boundary(ProcessRanks(group), even=pipelined, beside=beside, num_parts=parts)
     install(model, sharding, boundary, keep_cut=keep_cut)
     if not pipelined:
-        boundary.watch(model, sharding.spec.sequence_ends())
+        boundary.watch(model, sharding.sequence_ends())
     return boundary, lift
 
 

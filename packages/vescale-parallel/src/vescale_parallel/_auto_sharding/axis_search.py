@@ -112,6 +112,7 @@ class Search:
     ) -> dict[tuple[str, str], tuple[Placement, ...]] | None:
         """Return which parts of a buffer a module reads that is as a parameter below it is.
 
+        All of it may be sharded: of the bias of packed projections one part may be a buffer.
         None if it is otherwise, or other modules read it, or it is written.
         """
         value, (module, _, name) = self.trace.buffers[buffer], buffer.rpartition(".")
@@ -126,7 +127,7 @@ class Search:
             same = [self._parts(atom, dim, owner) == parts for dim in owner.dims]
             if any(same) and is_within(self.names[owner.index][0], module):
                 placements = [Shard(dims[0]) if has_it else Replicate() for _, has_it in parts]
-                return {(module, name): tuple(placements)} if Replicate() in placements else None
+                return {(module, name): tuple(placements)}
         return None
 
     def _is_written(self, value: Value) -> bool:

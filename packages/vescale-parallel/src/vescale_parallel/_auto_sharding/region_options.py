@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
+from vescale_parallel._model.code import names_of_class
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.sharding_spec import parts_of
@@ -81,7 +82,8 @@ def entrances(model: nn.Module, holder: str, arrives: str) -> Iterator[dict[str,
 def attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[str, str]]:
     """Return sets of integers that may have to be divided, fewest first.
 
-    Those that modules have, then likewise with those of configurations that they read.
+    Those that modules have, then likewise with those of configurations that they read, then with
+    the shape of what the module is called with.
     """
     holder = _common((*group.entries, *group.exits))
     holders = _holders(model, group, holder)
@@ -110,11 +112,18 @@ def attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[st
         parts = dict.fromkeys(ratios, f"Shard(0) of {size // group.num_shared}")
         options = [{**parts, **option} for option in options] + options
     owners = [holder] if len(matching(holder, _names(model))) == len(holders) else holders
+    if _reads_shapes(model.get_submodule(holders[0])):
+        options += [{**option, ".<shape>": "Shard(-1)"} for option in options]
     made = [
         {f"{owner}.{mark.lstrip('.')}": text for owner in owners for mark, text in option.items()}
         for option in options
     ]
     return [option for index, option in enumerate(made) if option not in made[:index]]
+
+
+def _reads_shapes(module: nn.Module) -> bool:
+    """Whether a module's code asks tensors how long they are: [Note: shapes of shards]."""
+    return bool(names_of_class(type(module)) & {"shape", "size"})
 
 
 def _names(model: nn.Module) -> list[str]:

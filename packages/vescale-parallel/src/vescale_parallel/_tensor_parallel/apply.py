@@ -33,7 +33,7 @@ from .chunks import part_sizes
 from .conversions import Boundary
 from .placements import buffer_placement
 from .replaced_parameters import ReadParts, add_on_first_rank, read_parts, replaced
-from .shard_module import count_local
+from .shard_module import count_local, whole_of
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
 from .vocab_parallel import shard_embedding_rows
@@ -367,10 +367,10 @@ def _on_argument(module: nn.Module, argument: str, convert: Callable[[Tensor], T
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         for index, value in enumerate(args):
             if _is_activation(value) and (not argument or index == position):
-                return (*args[:index], convert(value), *args[index + 1 :]), kwargs
+                return (*args[:index], convert(whole_of(value)), *args[index + 1 :]), kwargs
         for name, value in kwargs.items():
             if _is_activation(value) and argument in ("", name):
-                return args, {**kwargs, name: convert(value)}
+                return args, {**kwargs, name: convert(whole_of(value))}
         return None
 
     module.register_forward_pre_hook(before, with_kwargs=True)

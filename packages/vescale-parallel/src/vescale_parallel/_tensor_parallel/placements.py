@@ -127,6 +127,9 @@ def _check_read_parts(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for (module, name), parts in spec.read_parts.items():
         fqn = f"{module}.{name}"
+        if len(parts) == 1:
+            _check_shards_of_buffer(model, placements, module, name, parts[0])
+            continue
         if fqn in buffers:
             buffer_placement(spec, placements, module, name, buffers[fqn])
             continue
@@ -143,9 +146,30 @@ def _check_read_parts(
             )
 
 
+def _check_shards_of_buffer(
+    model: nn.Module,
+    placements: Mapping[str, Placement],
+    module: str,
+    name: str,
+    placement: Placement,
+) -> None:
+    """Raise unless a parameter below a module is sharded that is as long as a buffer."""
+    dim, buffer = shard_dim(placement), dict(model.get_submodule(module).named_buffers()).get(name)
+    lengths: set[int] = set()
+    for fqn, each in placements.items():
+        if fqn.startswith(f"{module}.") and isinstance(each, Shard):
+            lengths.add(model.get_parameter(fqn).shape[each.dim])
+    if buffer is None or dim is None or dim >= buffer.dim() or buffer.shape[dim] not in lengths:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: {module}.<read:{name}> {placement_text(placement)!r} "
+            f"is for a buffer as long as a parameter below {module!r} that is sharded, and there "
+            "is none; a parameter is read as it is sharded"
+        )
+
+
 def buffer_placement(
     spec: ShardingSpec, placements: Mapping[str, Placement], module: str, name: str, buffer: Tensor
-) -> InterleavedShard:
+) -> Shard | InterleavedShard:
     """Return the parts of a buffer, which are those of a parameter read in the same way.
 
     Raises:
@@ -154,13 +178,15 @@ def buffer_placement(
     parts = spec.read_parts[module, name]
     (dim,) = {shard_dim(each) for each in parts} - {None}
     assert dim is not None
+    if len(parts) == 1:
+        return Shard(dim)
+    as_long = buffer.shape[dim] if 0 <= dim < buffer.dim() else 0
     for (owner, other), each in spec.read_parts.items():
         placement = placements.get(f"{owner}.{other}")
         alike = [one == Replicate() for one in each] == [one == Replicate() for one in parts]
         if not alike or not f"{owner}.{other}".startswith(f"{module}."):
             continue
         lengths = parts_of(placement) if placement is not None else 1
-        as_long = buffer.shape[dim] if 0 <= dim < buffer.dim() else 0
         if isinstance(lengths, tuple) and sum(lengths) == as_long:
             return InterleavedShard(dim, lengths)
     raise ValueError(

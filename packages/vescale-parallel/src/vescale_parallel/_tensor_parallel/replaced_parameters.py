@@ -127,7 +127,8 @@ def _own(buffer: Tensor, read: ReadParts, boundary: Boundary) -> Tensor:
     """Return what a rank reads of a whole buffer."""
     dim: int = getattr(read.placement, "dim", 0)
     ranks, parts = boundary.ranks, parts_of(read.placement)
-    assert isinstance(parts, tuple)
+    if not isinstance(parts, tuple):
+        parts = (buffer.shape[dim] // parts,) * parts
     found = [
         part if each == Replicate() else part.chunk(ranks.size, dim)[ranks.rank]
         for part, each in zip(buffer.split(list(parts), dim), read.parts, strict=True)

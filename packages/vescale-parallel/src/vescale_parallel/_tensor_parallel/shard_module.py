@@ -1,9 +1,17 @@
-"""A module of which every parameter is one rank's shard, and whose integers count these."""
+"""A module of which every parameter is one rank's shard, and whose integers count these.
+
+[Note: shapes of shards] Code takes a layer's width from its input, too: ``B, T, C = x.shape`` and
+then ``y.view(B, T, C)``, as nanoGPT and many image models attend. The input is whole, and what is
+viewed is a rank's heads. Such a forward is handed an activation that is whole and answers with the
+shape that a shard of it has; operators take what it is. Whether the code means that by the shape
+is shown by the proof of a sharding plan, as it is of integers.
+"""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
@@ -13,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import local_boxes
+from vescale_parallel._torch_private import make_wrapper, pytree
 
 from .chunks import part_sizes
 from .replaced_parameters import ReadParts
@@ -87,6 +96,70 @@ def count_local(
     """
     for (fqn, attribute), value in _counts(modules, spec, placements, size).items():
         _replace(modules[fqn], attribute, value)
+    for fqn, placement in spec.shaped.items():
+        if fqn in modules:
+            _give_shape_of_shard(modules[fqn], placement.dim, size)
+
+
+class _OfShard(Tensor):
+    """A whole activation that answers with the shape of a rank's shard."""
+
+    whole: Tensor
+    shape_of_shard: torch.Size
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == Tensor.shape.__get__:  # pyright: ignore[reportAttributeAccessIssue]: a C descriptor
+            return args[0].shape_of_shard
+        if func is Tensor.size:
+            (dim,) = (*args[1:], *(kwargs or {}).values()) or (None,)
+            return args[0].shape_of_shard if dim is None else args[0].shape_of_shard[dim]
+        return func(*whole_of(args), **whole_of(kwargs or {}))
+
+
+class _WithoutMemory(_OfShard):
+    """Such an activation, of which what passes operators of torch by fails."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"{func} on an activation that answers with the shape of a shard")
+
+
+def _of_shard(whole: Tensor, dim: int, size: int) -> Tensor:
+    if whole.shape[dim] % size:
+        return whole
+    if torch.compiler.is_compiling():  # which traces neither the other class nor its constructor
+        made: Any = whole.as_subclass(_OfShard)
+    else:
+        made = make_wrapper(_WithoutMemory, whole.shape, dtype=whole.dtype, device=whole.device)
+    shape = list(whole.shape)
+    shape[dim] //= size
+    made.whole, made.shape_of_shard = whole, torch.Size(shape)
+    return made
+
+
+def whole_of(tree: Any) -> Any:
+    """Return what activations are that answer with the shape of a shard."""
+    return pytree.tree_map_only(_OfShard, lambda made: made.whole, tree)
+
+
+def _give_shape_of_shard(module: nn.Module, dim: int, size: int) -> None:
+    """Have forward read a rank's length of a dim of its first activation."""
+    own = module.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        for place, value in enumerate(given):
+            if isinstance(value, Tensor) and value.is_floating_point():
+                given[place] = _of_shard(value, dim, size)
+                break
+        named = dict(zip(kwargs, given[len(args) :], strict=True))
+        return whole_of(own(*given[: len(args)], **named))
+
+    module.forward = forward
 
 
 def check_counts(model: nn.Module, sharding: TensorSharding) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
-from vescale_parallel._model.fqns import matching, merged, renamed_owner, stack_of
+from vescale_parallel._model.fqns import matching, merged, renamed_owner
 
 K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
@@ -26,7 +26,7 @@ _PARTS = re.compile(r"Shard\(0\)(?: of (?:(\d+)|([A-Za-z_][\w.]*)))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::([\w.]+))?>")
 _MARKS = (
     "<in>, <out>, <enter>, <leave>, <reenter>, <grad>, <read>, <read:name>, <part>, <whole>,\n"
-    "<whole:name>, <chunks>, <attr:name> or <random:k>"
+    "<whole:name>, <chunks>, <attr:name>, <shape> or <random:k>"
 )
 
 
@@ -66,11 +66,13 @@ def placement_text(placement: Placement) -> str:
 
 
 def parse_placements(text: str) -> tuple[Placement, ...]:
-    """Read one placement for each part: ``"(Shard(0), Replicate())"``.
+    """Read one placement for each part: ``"(Shard(0), Replicate())"``, or ``"Shard(0)"`` of all.
 
     Raises:
-        ValueError: If it is not ``"Shard(d)"`` of one dim and ``"Replicate()"``, both of them.
+        ValueError: If several are not ``"Shard(d)"`` of one dim and ``"Replicate()"``, both.
     """
+    if _SHARD.fullmatch(text):
+        return (parse_placement(text),)
     match = _PLACEMENTS.fullmatch(text)
     placements = tuple(map(parse_placement, match[1].split(", "))) if match else ()
     dims = {shard_dim(each) for each in placements}
@@ -84,7 +86,8 @@ def parse_placements(text: str) -> tuple[Placement, ...]:
 
 def placements_text(placements: Sequence[Placement]) -> str:
     """Return what :func:`parse_placements` reads."""
-    return f"({', '.join(map(placement_text, placements))})"
+    texts = ", ".join(map(placement_text, placements))
+    return f"({texts})" if len(placements) > 1 else texts
 
 
 def texts_of(plan: Mapping[str, Placement]) -> dict[str, str]:
@@ -168,6 +171,8 @@ class ShardingSpec:
         attributes: (module FQN, attribute) of integers that count local things, to what they
             are divided by, None for the number of ranks; or to the name from there of a
             parameter, of which some parts are read whole: they are as long as what is read.
+        shaped: FQN of modules whose code reads the shape of their first activation, which is
+            whole, to the dim of which it is to read the length of a rank's shard.
         draws: (module FQN, number of the draw within a call) of random numbers to the dim
             that they are cut along.
     """
@@ -185,6 +190,7 @@ class ShardingSpec:
     chunked: Mapping[str, Shard]
     shared: Mapping[str, int]
     attributes: Mapping[tuple[str, str], int | str | None]
+    shaped: Mapping[str, Shard]
     draws: Mapping[tuple[str, int], Shard | InterleavedShard]
 
     def renamed(self, names: Mapping[str, str]) -> ShardingSpec:
@@ -219,22 +225,9 @@ class ShardingSpec:
             merged(self.chunked, module),
             merged(self.shared, module),
             merged(self.attributes, pair),
+            merged(self.shaped, module),
             merged(self.draws, pair),
         )
-
-    def sequence_ends(self) -> dict[str, tuple[str, str]]:
-        """Return, of every stack of blocks, which shards the sequence and which gathers it."""
-        found: dict[str, tuple[str, str]] = {}
-        lasts = {
-            stack_of(fqn): fqn
-            for fqn, move in self.outputs.items()
-            if move.source == Shard(1) and move.target == Replicate()
-        }
-        for (fqn, _), move in self.inputs.items():
-            stack = stack_of(fqn)
-            if move.source == Replicate() and move.target == Shard(1) and stack in lasts:
-                found[stack] = (fqn, lasts[stack])
-        return found
 
 
 def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
@@ -247,13 +240,11 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     inputs: dict[tuple[str, str], PlacementChange] = {}
     outputs: dict[str, PlacementChange] = {}
     entered: dict[tuple[str, str], Placement] = {}
-    left: dict[str, Placement] = {}
-    reentered: dict[str, Placement] = {}
-    grads: dict[str, Placement] = {}
-    reads: dict[str, Placement] = {}
+    left, reentered = dict[str, Placement](), dict[str, Placement]()
+    grads, reads = dict[str, Placement](), dict[str, Placement]()
     read_parts: dict[tuple[str, str], tuple[Placement, ...]] = {}
     whole: dict[tuple[str, str], Shard] = {}
-    chunked: dict[str, Shard] = {}
+    chunked, shaped = dict[str, Shard](), dict[str, Shard]()
     shared: dict[str, int] = {}
     attributes: dict[tuple[str, str], int | str | None] = {}
     draws: dict[tuple[str, int], Shard | InterleavedShard] = {}
@@ -287,8 +278,9 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 read_parts |= {(fqn, name): parse_placements(text) for fqn in having}
             case "whole":
                 whole |= {(fqn, name): _argument_dim(pattern, text) for fqn in names}
-            case "chunks":
-                chunked |= dict.fromkeys(names, _argument_dim(pattern, text))
+            case "chunks" | "shape":
+                target = chunked if kind == "chunks" else shaped
+                target |= dict.fromkeys(names, _argument_dim(pattern, text))
             case "part":
                 shared |= dict.fromkeys(names, _parts(pattern, text) or 1)
             case "attr":
@@ -300,7 +292,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 raise _no_such_mark(pattern, kind)
     return ShardingSpec(
         *(parameters, inputs, outputs, entered, left, reentered, grads, reads, read_parts, whole),
-        *(chunked, shared, attributes, draws),
+        *(chunked, shared, attributes, shaped, draws),
     )
 
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
+from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.linear_layout import linear_kind
 
 from .placements import complete_placements
@@ -33,6 +34,20 @@ class TensorSharding:
     input_blocks: Mapping[str, frozenset[Parts]] = field(
         default_factory=dict[str, "frozenset[Parts]"]
     )
+
+    def sequence_ends(self) -> dict[str, tuple[str, str]]:
+        """Return, of every stack of blocks, which shards the sequence and which gathers it."""
+        found: dict[str, tuple[str, str]] = {}
+        lasts = {
+            stack_of(fqn): fqn
+            for fqn, move in self.spec.outputs.items()
+            if move.source == Shard(1) and move.target == Replicate()
+        }
+        for (fqn, _), move in self.spec.inputs.items():
+            stack = stack_of(fqn)
+            if move.source == Replicate() and move.target == Shard(1) and stack in lasts:
+                found[stack] = (fqn, lasts[stack])
+        return found
 
 
 def shard(plan: Mapping[str, str], model: nn.Module, size: int) -> TensorSharding:
