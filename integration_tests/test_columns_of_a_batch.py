@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,9 +62,9 @@ class Distance(Contrast):
 class Boxes(nn.Module):
     """Gives the targets of a picture, as many as it has, one score each."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.norm, self.block = nn.LayerNorm(WIDTH), Block()
+        self.norm, self.block = norm, Block()
 
     def forward(self, images: Tensor, targets: Columns) -> Tensor:
         results = self.block(self.norm(images))
@@ -116,16 +119,15 @@ def _unclear() -> None:
         model([{"x": own["x"]}, {"x": own["y"]}])
 
 
-def boxes(run: Run) -> None:
-    """Give every picture two targets: the list has something for every row."""
-    model, optimizer = run.start(Boxes())
+def boxes(run: Run, norm: Callable[[int], nn.Module], count: int) -> None:
+    """Give every picture as many targets: the list has something for every row."""
+    model, optimizer = run.start(Boxes(norm(WIDTH)))
     for batch in rows():
-        few = {name: x[:4] for name, x in batch.items()}
-        own = run.part({"x": few["x"], "first": few["y"], "second": few["x"].cos()})
-        targets = [
-            {"boxes": torch.stack([one, two]), "weight": torch.stack([one, two])[:, 0]}
-            for one, two in zip(own["first"], own["second"], strict=True)
-        ]
+        own = run.part({name: x[:4] for name, x in batch.items()})
+        targets: Columns = []
+        for row in own["y"]:
+            each = torch.stack([row.roll(i) for i in range(count)])
+            targets.append({"boxes": each, "weight": each[:, 0]})
         loss = model(own["x"], targets)
         loss.backward()
         optimizer.step()
@@ -142,11 +144,12 @@ def test_a_list_of_as_many_columns_as_rows_holds_columns(
     right(world2, program, plan)
 
 
-@pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, ZERO: 3}])
-def test_a_list_of_as_many_targets_a_row_as_rows_holds_one_a_row(
-    world2: World, plan: Constraints
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+@pytest.mark.parametrize("count", [2, 3])  # as many as rows, and a number that most tensors share
+def test_a_list_of_targets_of_pictures_holds_one_a_row(
+    world2: World, norm: Callable[[int], nn.Module], count: int
 ) -> None:
-    right(world2, boxes, plan)
+    right(world2, partial(boxes, norm=norm, count=count), {DP: 2, ZERO: 3})
 
 
 def test_a_list_of_what_may_be_columns_or_one_a_row_is_refused(world2: World) -> None:

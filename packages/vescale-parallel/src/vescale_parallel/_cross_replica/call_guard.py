@@ -253,7 +253,8 @@ class RowGuard:
             raise CannotRunError("an object is given that holds tensors, a cache for example")
         subject, is_scaled_down = self.subject(model)
         elsewhere = {index for index, dim in dims if dim is None}
-        told = tuple(x for index, x in enumerate(leaves) if index not in elsewhere), {}
+        rest = tuple(x for index, x in enumerate(leaves) if index not in elsewhere), {}
+        told = rest if elsewhere else given
         found: dict[int, RowCoupling] = {}
         errors: list[CannotRunError] = []
         for num_rows in likely_row_counts(*told) if known_rows is None else [known_rows]:

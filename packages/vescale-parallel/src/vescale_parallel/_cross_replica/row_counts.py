@@ -72,8 +72,12 @@ def row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
     """Return how many rows a call may have, the likeliest first.
 
     Most tensors have the rows as their first dim; in (time x batch x features) beside targets
-    of (batch) they are what the tensors share.
+    of (batch) they are what the tensors share. Boxes of pictures, in a list of targets as long as
+    the pictures, are no rows, however many tensors share their number.
     """
+    usual = usual_num_rows((args, kwargs))
+    if usual and any(is_one_a_row(each, usual) for each in _nested_lists(args, kwargs)):
+        return [usual]
     shapes = shapes_with_rows(args, kwargs)
     firsts = [shape[0] for shape in shapes]
     sizes = dict.fromkeys(size for shape in shapes for size in shape)
@@ -147,15 +151,21 @@ def listed_dims(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RowDims:
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     indices = {id(x): index for index, x in enumerate(leaves)}
     found: set[int] = set()
+    for each in _nested_lists(args, kwargs):
+        if len(each) in counts and not is_one_a_row(each, len(each)):
+            found |= {indices[id(x)] for x in _tensors_in(each) if id(x) in indices}
+    return tuple((index, OF_ONE_ROW) for index in sorted(found))
+
+
+def _nested_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Yield the lists of a call whose entries are no tensors and hold some."""
     todo: list[Any] = [*args, *kwargs.values()]
     while todo:
         each = todo.pop()
         todo += children_of(opened(each))
-        if type(each) in (list, tuple) and not any(isinstance(x, Tensor) for x in each):
-            tensors = _tensors_in(each)
-            if tensors and len(each) in counts and not is_one_a_row(each, len(each)):
-                found |= {indices[id(x)] for x in tensors if id(x) in indices}
-    return tuple((index, OF_ONE_ROW) for index in sorted(found))
+        is_list = type(each) in (list, tuple)
+        if is_list and not any(isinstance(x, Tensor) for x in each) and _tensors_in(each):
+            yield each
 
 
 def is_of_list(dims: RowDims) -> bool:
