@@ -14,7 +14,7 @@ from vescale_parallel._cross_replica import call_guard
 from vescale_parallel._cross_replica.batches.small_batches import some_rows
 from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows, Seen
 from vescale_parallel._cross_replica.call_guard import RowGuard
-from vescale_parallel._cross_replica.row_counts import num_rows_of
+from vescale_parallel._cross_replica.row_counts import num_rows_of, values_of_rows
 
 
 def coupling(model: nn.Module, *args: Any, **kwargs: Any) -> RowCoupling:
@@ -322,7 +322,7 @@ def test_ranks_that_see_rows_meet_elsewhere_agree() -> None:
     model, other = Tokens(chosen), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     theirs = RowGuard(other, lambda mine: [mine]).coupling(other, (torch.randn(4, 4),), {})[0]
     form = "ids: int 2d, mask: bool 2d, targets: int 2d"
-    told = Seen(form, theirs, "", is_wrong=False, values=frozenset(), is_square=False)
+    told = Seen(form, theirs, "", is_wrong=False, values=frozenset(), unusual=())
     ours = RowGuard(model, lambda mine: [mine, told])
     assert [*ours.coupling(model, tokens(), {})[0].regions] == ["", "1"]
 
@@ -424,3 +424,9 @@ class Towers(nn.Module):
 def test_a_number_that_is_no_mean_is_named_among_several_results() -> None:
     found = coupling(Towers(), torch.ones(4, 3))
     assert found.regions[""].endswith("not a plain mean over rows, output['scale']")
+
+
+def test_what_ranks_compare_may_be_a_column_of_a_tensor() -> None:
+    table = torch.arange(12.0).view(4, 3)
+    column = table[:, 1]
+    assert values_of_rows((column,), {}) == values_of_rows((column.clone(),), {})

@@ -96,7 +96,8 @@ def plan(zero_stage: int) -> ParallelPlan:
 
 
 def stepped(model: nn.Module, optimizer: Optimizer, rows: slice) -> None:
-    x = torch.arange(16.0).view(4, 4).sin()
+    # Ranks are threads, and another one's trial may have set the default dtype, which they share.
+    x = torch.arange(16, dtype=torch.float32).view(4, 4).sin()
     for _ in range(3):
         model(x[rows]).backward()
         optimizer.step()

@@ -17,7 +17,7 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
-from .row_counts import RowDims, ValuesOfRows, num_nodes_of, num_rows_of
+from .row_counts import RowDims, ValuesOfRows, is_of_list, num_nodes_of, num_rows_of
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ class Seen:
         why: Why that is not known, if it is not.
         is_wrong: Whether the call is refused for it.
         values: Of tensors taken for rows, see :func:`.row_counts.values_of_rows`.
-        is_square: Whether tensors have two dims as long as the batch.
+        unusual: Where rows may be, too, by shapes.
     """
 
     form: str
@@ -221,7 +221,7 @@ class Seen:
     why: str
     is_wrong: bool
     values: frozenset[ValuesOfRows]
-    is_square: bool
+    unusual: tuple[RowDims, ...]
 
 
 def doubtful_leaves(ranks: Sequence[Seen]) -> list[int]:
@@ -295,11 +295,21 @@ def unclear_rows(found: RowCoupling, length: int, other: RowCoupling, other_leng
     )
 
 
-def square_batch(found: RowCoupling, other: RowCoupling) -> str:
+def two_batches(found: RowCoupling, other: RowCoupling, dims: RowDims) -> str:
+    """Return that a call fits two batches, in the first of which rows depend on each other."""
+    elsewhere = named(other) or "nowhere"
+    if is_of_list(dims):
+        return (
+            "it cannot be told what a list of dicts or tuples holds that has as many as the batch "
+            f"has rows: if each is a column of all rows, they depend on each other in "
+            f"{named(found)}; if each is of one row, {elsewhere}. Give columns as arguments of "
+            "their own or in a dict, what rows have of their own in padded tensors, or another "
+            "number of rows a rank"
+        )
     return (
         "it cannot be told which dim of a call's tensors the rows of the batch are, since the "
         f"first two are as long: if the first one, they depend on each other in {named(found)}; "
-        f"if the second one, {named(other) or 'nowhere'}. Give parallelize the data set, whose "
+        f"if the second one, {elsewhere}. Give parallelize the data set, whose "
         "batches have rows first, or use data_parallel.size 1"
     )
 

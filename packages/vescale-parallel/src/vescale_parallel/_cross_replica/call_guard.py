@@ -33,17 +33,18 @@ from .borders import (
     doubtful_leaves,
     joined,
     less_dependent,
-    square_batch,
+    two_batches,
     unclear_rows,
 )
 from .check import CannotRunError, Given, UnclearRowsError, row_coupling
 from .gradients_of_parts import NoNumbersError
 from .row_counts import (
     RowDims,
+    is_of_list,
     likely_row_counts,
     other_dims,
-    second_dims,
     shapes_with_rows,
+    unusual_dims,
     values_of_rows,
 )
 from .runs import NotFewerRowsError, RowCheckError, seeded
@@ -180,19 +181,19 @@ class RowGuard:
         joint = joined([each.found for each in ranks])
         known = None if any(each.why for each in ranks) else joint
         doubtful = doubtful_leaves(ranks)
-        is_square = ranks[0].is_square and (known is None or bool(known.regions))
-        if not doubtful and not is_square:
+        may_be_unusual = known is None or bool(known.regions)
+        unusual = max((each.unusual for each in ranks), key=len) if may_be_unusual else ()
+        if not doubtful and not unusual:
             return None
-        second = second_dims(*given) if is_square else ()
-        others = other_dims(second, doubtful, len(ranks[0].values))
+        others = other_dims(unusual, doubtful, len(ranks[0].values))
         found = in_fresh_thread(lambda: self._of_dims(model, given, known_rows, others), of=model)
         give_memory_back()
         better = less_dependent(exchange(found), known)
         if better is None:
             return None
         dims, coupling = better
-        if dims == second and known is not None and not known.fails:
-            raise ValueError(square_batch(known, coupling))
+        if known is not None and dims in unusual and (is_of_list(dims) or not known.fails):
+            raise ValueError(two_batches(known, coupling, dims))
         self._dims[key] = dims
         return coupling
 
@@ -217,8 +218,8 @@ class RowGuard:
         except RowCheckError as error:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
             found = replace(found, fails=not is_wrong or isinstance(error, NotFewerRowsError))
-        is_square = known_rows is None and bool(second_dims(*given))
-        return Seen(form, found, why, is_wrong, values_of_rows(*given), is_square)
+        unusual = unusual_dims(*given, is_known=known_rows is not None)
+        return Seen(form, found, why, is_wrong, values_of_rows(*given), unusual)
 
     def _of_dims(
         self, model: nn.Module, given: Given, known_rows: int | None, others: Iterable[RowDims]
@@ -252,7 +253,8 @@ class RowGuard:
             raise CannotRunError("an object is given that holds tensors, a cache for example")
         subject, is_scaled_down = self.subject(model)
         elsewhere = {index for index, dim in dims if dim is None}
-        told = tuple(x for index, x in enumerate(leaves) if index not in elsewhere), {}
+        rest = tuple(x for index, x in enumerate(leaves) if index not in elsewhere), {}
+        told = rest if elsewhere else given
         found: dict[int, RowCoupling] = {}
         errors: list[CannotRunError] = []
         for num_rows in likely_row_counts(*told) if known_rows is None else [known_rows]:

@@ -9,17 +9,21 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vescale_parallel._model.copies import tensors_within
-from vescale_parallel._model.inputs import is_shared_by_rows, opened, usual_num_rows
+from vescale_parallel._model.inputs import children_of, is_shared_by_rows, opened, usual_num_rows
 from vescale_parallel._torch_private import pytree
 
 # The dim of the rows of leaves of a call, or none, where shapes would mislead.
 RowDims = tuple[tuple[int, int | None], ...]
+
+# What is said instead of the dim of a leaf that is in a list of something for every row.
+OF_ONE_ROW = -1
 
 # Numbers of rows that are tried where more than one dim may be the rows.
 _MOST_GUESSES = 3
@@ -29,20 +33,51 @@ _MOST_SETS = 16
 _MOST_VALUES = 2**16
 
 
-def is_one_a_row(value: list[Any] | tuple[Any, ...], num_rows: int) -> bool:
-    """Whether a list has something for every row, rather than tensors of all rows."""
+def is_one_a_row(
+    value: list[Any] | tuple[Any, ...],
+    num_rows: int,
+    told: Mapping[int, int | None] = MappingProxyType({}),
+) -> bool:
+    """Whether a list has something for every row, rather than tensors of all rows.
+
+    [Note: lists as long as the batch] Two dicts, each of a tensor for two rows, are two columns of
+    a batch (pairs of sentences) or the targets of two pictures with two boxes each. Entries whose
+    tensors have rows are taken for columns. If the model does not run on fewer rows then, it is
+    run on fewer entries; where both would do and rows depend on each other, it is refused.
+    ``told`` says by id that tensors are in such a list of something for every row.
+    """
     if len(value) != num_rows or num_rows == 0:
         return False
-    tensors = [each for each in value if isinstance(each, Tensor)]
-    return not tensors or any(row_dim(x, num_rows) is None for x in tensors)
+    direct = [each for each in value if isinstance(each, Tensor)]
+    if direct:
+        return any(row_dim(x, num_rows) is None for x in direct)
+    held = [each for each in map(_tensors_in, value) if each]
+    if not held or any(told.get(id(x)) == OF_ONE_ROW for each in held for x in each):
+        return True
+    return not all(_has_rows(each, num_rows) for each in held)
+
+
+def _tensors_in(entry: Any) -> list[Tensor]:
+    return [*tensors_of_call(opened(entry))]
+
+
+def _has_rows(tensors: Sequence[Tensor], num_rows: int) -> bool:
+    """Whether the tensors of an entry seem to be a column: with rows first, or all along a dim."""
+    shaped = [x for x in tensors if x.dim()]
+    firsts = any(x.shape[0] == num_rows for x in shaped)
+    return firsts or (bool(shaped) and all(num_rows in x.shape for x in shaped))
 
 
 def row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
     """Return how many rows a call may have, the likeliest first.
 
     Most tensors have the rows as their first dim; in (time x batch x features) beside targets
-    of (batch) they are what the tensors share.
+    of (batch) they are what the tensors share. Boxes of pictures, in a list of targets as long as
+    the pictures, are no rows, however many tensors share their number.
     """
+    usual = usual_num_rows((args, kwargs))
+    if usual and any(is_one_a_row(each, usual) for each in _nested_lists(args, kwargs)):
+        return [usual]
     shapes = shapes_with_rows(args, kwargs)
     firsts = [shape[0] for shape in shapes]
     sizes = dict.fromkeys(size for shape in shapes for size in shape)
@@ -81,7 +116,9 @@ def likely_row_counts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[in
     return likely if usual is None or usual in likely else [*likely, usual]
 
 
-def other_dims(second: RowDims, doubtful: Sequence[int], num_leaves: int) -> Iterator[RowDims]:
+def other_dims(
+    unusual: Sequence[RowDims], doubtful: Sequence[int], num_leaves: int
+) -> Iterator[RowDims]:
     """Yield where else the rows of a call may be, few leaves and the last ones first.
 
     [Note: tensors as long as the batch] Class weights, a mask of (time x time), a table of
@@ -91,14 +128,49 @@ def other_dims(second: RowDims, doubtful: Sequence[int], num_leaves: int) -> Ite
     the same on all data-parallel ranks, as what has no rows has to be, ranks tell each other. Of
     (time x batch x features) with as many steps as rows the second dim is tried.
     """
-    if second:
-        yield second
+    yield from unusual
     backwards = sorted(doubtful, reverse=True)
     # Most of what is as long as the batch has rows, and what is not used tells nothing.
     sizes = range(1, num_leaves // 2 + 1)
     sets = (each for size in sizes for each in itertools.combinations(backwards, size))
     for each in itertools.islice(sets, _MOST_SETS):
         yield tuple((index, None) for index in each)
+
+
+def unusual_dims(
+    args: Sequence[Any], kwargs: Mapping[str, Any], *, is_known: bool
+) -> tuple[RowDims, ...]:
+    """Return where rows may be that shapes fit as well, unless it is known where they are."""
+    second = () if is_known else second_dims(args, kwargs)
+    return tuple(filter(None, (second, listed_dims(args, kwargs))))
+
+
+def listed_dims(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RowDims:
+    """Return leaves of lists taken for columns; see [Note: lists as long as the batch]."""
+    counts = likely_row_counts(args, kwargs)
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    indices = {id(x): index for index, x in enumerate(leaves)}
+    found: set[int] = set()
+    for each in _nested_lists(args, kwargs):
+        if len(each) in counts and not is_one_a_row(each, len(each)):
+            found |= {indices[id(x)] for x in _tensors_in(each) if id(x) in indices}
+    return tuple((index, OF_ONE_ROW) for index in sorted(found))
+
+
+def _nested_lists(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
+    """Yield the lists of a call whose entries are no tensors and hold some."""
+    todo: list[Any] = [*args, *kwargs.values()]
+    while todo:
+        each = todo.pop()
+        todo += children_of(opened(each))
+        is_list = type(each) in (list, tuple)
+        if is_list and not any(isinstance(x, Tensor) for x in each) and _tensors_in(each):
+            yield each
+
+
+def is_of_list(dims: RowDims) -> bool:
+    """Whether tensors are said to be in a list of something for every row."""
+    return any(dim == OF_ONE_ROW for _, dim in dims)
 
 
 def second_dims(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RowDims:
@@ -140,7 +212,7 @@ def values_of_rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[
             continue
         if x.device.type == "meta" or not any(count in x.shape for count in counts):
             continue
-        values = x.detach().flatten()[:_MOST_VALUES].cpu()
+        values = x.detach().flatten()[:_MOST_VALUES].cpu().contiguous()  # of one column
         is_telling = x.is_floating_point() and bool((values != values[:1]).any())
         whole = repr(tuple(x.shape)).encode() + values.view(torch.uint8).numpy().tobytes()
         found.add(ValuesOfRows(index, is_telling, hashlib.sha256(whole).digest()))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.check import Given
 from vescale_parallel._cross_replica.parts import NUM_ROWS
 from vescale_parallel._cross_replica.row_counts import (
+    OF_ONE_ROW,
     RowDims,
     is_one_a_row,
     row_dim,
@@ -123,13 +124,13 @@ def _some_rows(
         if isinstance(value, Tensor):
             dim = told.get(id(value), row_dim(value, num_rows))
             real = in_double(value)
-            if dim is None or is_shared_by_rows(value.shape, shapes):
+            if dim is None or dim == OF_ONE_ROW or is_shared_by_rows(value.shape, shapes):
                 return real
             grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)
             if alike is not None:
                 alike.fill(grown)
             return grown[rows].movedim(0, dim).contiguous()
-        if type(value) in (list, tuple) and is_one_a_row(value, num_rows):
+        if type(value) in (list, tuple) and is_one_a_row(value, num_rows, told):
             every = max(num_rows // NUM_ROWS, 1)
             chosen = [_plain_tree(value[i * every % num_rows]) for i in range(NUM_ROWS)]
             return type(value)(chosen[rows])
