@@ -275,7 +275,7 @@ def _in_sequence(subject: Subject, kept: Kept) -> dict[str, str]:
             inside.append((group, plan))
         else:
             base |= plan  # outside of blocks activations are whole
-    options = [list(sequence_borders(model, together)) for together in by_holder(inside)]
+    options = [list(sequence_borders(model, together)) for together in by_holder(model, inside)]
     why = ""
     for around in ({}, around_whole_layers(model, stacks, kept)):
         for chosen in itertools.islice(itertools.product(*options), _MAX_TRIES):

@@ -30,7 +30,7 @@ def border_options(model: nn.Module, group: Group) -> Iterator[dict[str, str]]:
         **{f"{p}.<leave>": "Replicate()" for p in group.exits if p in plain},
     }
     leaves = {f"{p}.<leave>": "Replicate()" for p in group.exits if p in plain}
-    for entrance in entrances(model, holder_of(group.entries), "Replicate()"):
+    for entrance in entrances(model, holder_of(model, group.entries), "Replicate()"):
         yield entrance | leaves
     weighed = {
         mark: "Replicate()" for p in group.entries if p in plain for mark in _weights(model, p)
@@ -53,16 +53,28 @@ def is_linear(model: nn.Module, pattern: str) -> bool:
     return bool(modules) and linear_kind(model.get_submodule(modules[0])) is not None
 
 
-def holder_of(patterns: Sequence[str]) -> str:
+def holder_of(model: nn.Module, patterns: Sequence[str]) -> str:
     """Return the deepest module that holds all of some modules, empty if it is the block."""
-    holder = _common(patterns)
+    holder = _common(model, patterns)
     return "" if holder.endswith("*") else holder
 
 
-def _common(patterns: Sequence[str]) -> str:
+def _common(model: nn.Module, patterns: Sequence[str]) -> str:
+    """Return the pattern of the deepest module with a forward that holds all of some modules."""
     split = [pattern.split(".") for pattern in patterns]
     common = [parts[0] for parts in zip(*split, strict=False) if len(set(parts)) == 1]
-    return ".".join(common[:-1] if len(patterns) == 1 else common)
+    holder = ".".join(common[:-1] if len(patterns) == 1 else common)
+    while any(isinstance(each, _LISTS) for each in _matching_modules(model, holder)):
+        holder = holder.rpartition(".")[0]
+    return holder
+
+
+_LISTS = nn.ModuleList, nn.ModuleDict  # whose owner calls what is in them
+
+
+def _matching_modules(model: nn.Module, pattern: str) -> list[nn.Module]:
+    names = matching(pattern, _names(model)) if pattern else []
+    return [model.get_submodule(name) for name in names]
 
 
 def entrances(model: nn.Module, holder: str, arrives: str) -> Iterator[dict[str, str]]:
@@ -85,7 +97,7 @@ def attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[st
     Those that modules have, then likewise with those of configurations that they read, then with
     the shape of what the module is called with.
     """
-    holder = _common((*group.entries, *group.exits))
+    holder = _common(model, (*group.entries, *group.exits))
     holders = _holders(model, group, holder)
     if not holders:
         return [{}]
@@ -148,6 +160,11 @@ def _holders(model: nn.Module, group: Group, holder: str) -> list[str]:
 _NO_WIDTHS = ("kernel", "state", "chunk")
 
 
+def _counts_heads(name: str) -> bool:
+    """Whether an integer may count heads: ``num_heads``, or ``h`` as papers have it."""
+    return "head" in name or name in ("h", "nh", "n_h", "num_h")
+
+
 class _Countable:
     """Integers that may count what is sharded: heads and groups by name, widths by their value.
 
@@ -167,7 +184,7 @@ class _Countable:
             return
         name = path.rpartition(".")[2]
         mark = f"{module}.<attr:{path}>", "Shard(0)"
-        of_heads, is_length = "head" in name, "dim" in name or "size" in name
+        of_heads, is_length = _counts_heads(name), "dim" in name or "size" in name
         is_of_one = (of_heads and "dim" in name) or ("group" in name and is_length)
         if value in self._widths and not (is_of_one or any(n in name for n in _NO_WIDTHS)):
             self._sizes.append(mark)

@@ -37,12 +37,12 @@ def names_below(model: nn.Module, fqn: str) -> list[str]:
     return [f"{fqn}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
 
 
-def by_holder(kept: Kept) -> list[Kept]:
+def by_holder(model: nn.Module, kept: Kept) -> list[Kept]:
     """Put together the groups whose layers the same module holds, itself or in one of its own."""
-    holders = {holder_of(group.entries) for group, _ in kept}
+    holders = {holder_of(model, group.entries) for group, _ in kept}
     found: dict[str, Kept] = {}
     for group, plan in kept:
-        holder = holder_of(group.entries)
+        holder = holder_of(model, group.entries)
         around = [other for other in holders if other and f"{holder}.".startswith(f"{other}.")]
         found.setdefault(min(around, key=len, default=holder), []).append((group, plan))
     return list(found.values())
@@ -50,7 +50,7 @@ def by_holder(kept: Kept) -> list[Kept]:
 
 def sequence_borders(model: nn.Module, together: Kept) -> Iterator[dict[str, str]]:
     """Yield marks of groups that one module holds, likeliest first."""
-    holders = [holder_of(group.entries) for group, _ in together]
+    holders = [holder_of(model, group.entries) for group, _ in together]
     if len(together) > 1:
         # Routed experts beside shared ones, and in the first blocks an MLP in their place: what
         # holds them leaves for all.
@@ -87,7 +87,7 @@ def _group_borders(
     # What enters the region again is summed, and stays whole.
     ends = [p for p in group.exits if f"{p}.<reenter>" not in plan]
     leaves = {f"{p}.<leave>": "Shard(1)" for p in ends}
-    holder = holder_of(group.entries)
+    holder = holder_of(model, group.entries)
     if any(holder.startswith(f"{other}.") for other in holders if other):
         # Shared experts, inside of the region of all experts: that one leaves for both.
         yield inner | {f"{p}.<leave>": "Partial()" for p in ends}
