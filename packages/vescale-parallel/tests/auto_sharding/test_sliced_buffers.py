@@ -92,3 +92,11 @@ def test_a_buffer_that_is_as_long_as_no_parameter_is_refused() -> None:
     }
     with pytest.raises(ValueError, match="as long as a parameter below '0'"):
         shard(plan, model, 2)
+
+
+@pytest.mark.parametrize("name", ["scales", "packed.weight"])
+def test_one_placement_is_for_a_buffer_as_long_as_a_sharded_parameter(name: str) -> None:
+    model = nn.Sequential(Scaled(SCALES["read"], 15))
+    plan = {"0.packed.weight": "Shard(0)", f"0.<read:{name}>": "Shard(0)"}
+    with pytest.raises(ValueError, match="a parameter is read as it is sharded"):
+        shard(plan, model, 2)

@@ -178,7 +178,7 @@ def test_sharding_patterns_stand_for_names() -> None:
         ({"blocks.*.wieght": "Shard(0)"}, r"'blocks.\*.wieght' matches nothing in the model"),
         ({"blocks.weight": "Shard(0)"}, "matches nothing"),
         ({"head.weight": "Shard"}, r"expected 'Shard\(d\)'.*got 'Shard'"),
-        ({"<read:head.weight>": "Shard(0)"}, "expected a placement for each part"),
+        ({"<read:head.weight>": "Replicate()"}, "expected a placement for each part"),
         ({"<read:head.weight>": "(Shard(0), Shard(0))"}, "for those read whole"),
         ({"head.<both>": "Replicate()"}, "expected <in>, <out>, <enter>, <leave>, <reenter>"),
     ],
