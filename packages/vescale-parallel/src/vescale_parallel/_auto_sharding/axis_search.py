@@ -127,7 +127,11 @@ class Search:
             same = [self._parts(atom, dim, owner) == parts for dim in owner.dims]
             if any(same) and is_within(self.names[owner.index][0], module):
                 placements = [Shard(dims[0]) if has_it else Replicate() for _, has_it in parts]
-                return {(module, name): tuple(placements)}
+                # Statistics of norms are as long as their weights, and operators write them.
+                is_packed = {s.operator for s in self.graph.readers[value.index]} == {"cat"}
+                if Replicate() in placements or is_packed:
+                    return {(module, name): tuple(placements)}
+                return None
         return None
 
     def _is_written(self, value: Value) -> bool:
