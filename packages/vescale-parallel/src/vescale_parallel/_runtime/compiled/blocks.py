@@ -54,7 +54,7 @@ from .frames import CompiledFrames
 _PASSED_BY = (HookedNodes, NamesDerived)
 
 # Whose lines are not those of the user's model.
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 # Of a block that was called and has no graphs.
 _NO_GRAPH = (
