@@ -12,6 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from vescale_parallel import propose_sharding
 from vescale_parallel._auto_sharding.find_candidates import find_candidates
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
+from vescale_parallel._verify.manual_plan import checked_plan
 
 from .masked_ranks import worst_error
 
@@ -100,3 +101,38 @@ def test_one_placement_is_for_a_buffer_as_long_as_a_sharded_parameter(name: str)
     plan = {"0.packed.weight": "Shard(0)", f"0.<read:{name}>": "Shard(0)"}
     with pytest.raises(ValueError, match="a parameter is read as it is sharded"):
         shard(plan, model, 2)
+
+
+class Normed(nn.Module):
+    """Statistics as long as sharded weights, which an operator writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 12), nn.BatchNorm1d(12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+def test_statistics_that_an_operator_writes_are_not_read_by_shards() -> None:
+    model = nn.Sequential(Normed()).double()
+    plan = {
+        "0.up.weight": "Shard(0)", "0.down.weight": "Shard(1)", "0.norm.weight": "Shard(0)",
+        "0.norm.bias": "Shard(0)", "0.norm.<read:running_mean>": "Shard(0)",
+        "0.norm.<read:running_var>": "Shard(0)",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="writes to buffer 'running_"):
+        shard(plan, model, 2)
+
+
+def test_a_buffer_that_is_written_in_place_is_refused_by_name() -> None:
+    model = nn.Sequential(Scaled(SCALES["written"])).double()
+    plan = {
+        "0.packed.weight": "InterleavedShard(0, (12, 4))",
+        "0.packed.<read:weight>": "(Shard(0), Replicate())",
+        "0.down.weight": "Shard(1)",
+        "0.<read:scales>": "(Shard(2), Replicate())",
+        "0.<attr:inner>": "Shard(0)",
+    }
+    with pytest.raises(ValueError, match="writes to buffer 'scales'"):
+        checked_plan(model, shard(plan, model, 2), BATCH)

@@ -123,6 +123,7 @@ def test_classes_whose_first_base_is_no_optimizer(in_threads: InThreads, zero_st
 
     for found in in_threads(2, on_rank):
         for name, expected in alone.named_parameters():
+            # Means of ranks' rows are added up in another order, in float32.
             torch.testing.assert_close(found[name], expected.detach(), rtol=0, atol=1e-6)
 
 

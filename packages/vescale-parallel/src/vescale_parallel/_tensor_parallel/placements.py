@@ -127,6 +127,13 @@ def _check_read_parts(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for (module, name), parts in spec.read_parts.items():
         fqn = f"{module}.{name}"
+        owner = fqn.rpartition(".")[0]
+        # What batch norm writes is not seen to be written: its operator does not say so.
+        if fqn in buffers and f"{owner}.running_mean" in buffers:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {module}.<read:{name}> is of statistics that "
+                f"{owner!r} writes to buffer {name!r}, which is whole; leave it out"
+            )
         if len(parts) == 1:
             _check_shards_of_buffer(model, placements, module, name, parts[0])
             continue

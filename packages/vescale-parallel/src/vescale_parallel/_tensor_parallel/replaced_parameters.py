@@ -112,8 +112,14 @@ def _sliced(module: nn.Module, name: str, part: Tensor) -> Iterator[None]:
     """Have a module's own forward find a part of a buffer for a while."""
     held = module._buffers[name]
     module._buffers[name] = part
+    version = _version(part)
     try:
         yield
+        if _version(part) != version:
+            raise RuntimeError(
+                f"forward of {type(module).__name__} writes to buffer {name!r}, of which "
+                "tensor-parallel ranks read parts; leave <read> out of the sharding plan"
+            )
         if module._buffers[name] is not part:
             raise RuntimeError(
                 f"forward of {type(module).__name__} assigns buffer {name!r}, of which "
@@ -121,6 +127,12 @@ def _sliced(module: nn.Module, name: str, part: Tensor) -> Iterator[None]:
             )
     finally:
         module._buffers[name] = held
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor was written, where that is counted."""
+    is_counted = not (torch.compiler.is_compiling() or tensor.is_inference())
+    return tensor._version if is_counted else 0
 
 
 def _own(buffer: Tensor, read: ReadParts, boundary: Boundary) -> Tensor:

@@ -104,6 +104,8 @@ def _own_plan(
         if f"{prefix}{name}.weight" in spec.parameters
     }
     own |= {f"<attr:{name}>": Shard(0) for owner, name in spec.attributes if owner == fqn}
+    if fqn in spec.shaped:
+        own["<shape>"] = spec.shaped[fqn]
     # A bias that is added to a part of the sequence has a partial gradient for that.
     on_parts = {fqn for fqn, placement in spec.left.items() if isinstance(placement, Shard)}
     grads = [
