@@ -124,17 +124,56 @@ def _cost(
     return step_cost(candidate, ranks, cluster, numerics=numerics)
 
 
+def _around(candidate: Candidate, cluster: Cluster = PLAIN) -> float:
+    """Return the operators' worth of time that a step takes where nothing runs ahead."""
+    seconds = 1e-5
+    between = replace(cluster, launch_seconds=seconds, runs_ahead=False)
+    return (_cost(candidate, cluster=between).step - _cost(candidate, cluster=cluster).step) / seconds
+
+
 def test_processors_start_operators_between_computing() -> None:
     ahead = replace(PLAIN, launch_seconds=1e-5)
-    between = replace(ahead, runs_ahead=False)
-    # 50 operators of each of 4 blocks, in three passes.
     assert _cost(_candidate(), cluster=ahead).step == _cost(_candidate()).step
-    added = _cost(_candidate(), cluster=between).step - _cost(_candidate()).step
-    assert added == pytest.approx(4 * 3 * 50 * 1e-5)
+    # 50 operators of each of 4 blocks, in three passes; a parameter each has 8 of its gradient's.
+    of_pass = 4 * (3 * 50 + 8)
+    assert _around(_candidate()) == pytest.approx(of_pass + 4 * 7)
+    assert _around(replace(_candidate(), recompute="full")) == pytest.approx(
+        of_pass + 4 * (50 + 150) + 4 * 7
+    )
+    assert _around(replace(_candidate(rows=2), accumulation=2)) == pytest.approx(2 * of_pass + 28)
     # A stage of a pipeline has its own, of every micro-batch.
     piped = _candidate(pp=2, microbatches=4, rows=4)
+    between = replace(ahead, runs_ahead=False)
     costs = [_cost(piped, cluster=each) for each in (PLAIN, between)]
-    assert costs[1].compute - costs[0].compute == pytest.approx(4 * (2 * 3 * 50 + 350) * 1e-5)
+    counted = 4 * (2 * (3 * 50 + 8) + 350)
+    assert costs[1].compute - costs[0].compute == pytest.approx(counted * 1e-5)
+
+
+@pytest.mark.parametrize(("zero_stage", "collectives"), [(0, 1), (1, 2), (3, 3)])
+def test_processors_handle_gradients_and_collectives_between_computing(
+    zero_stage: int, collectives: int
+) -> None:
+    candidate = replace(_candidate(dp=2, zero_stage=zero_stage), reshards=zero_stage == 3)
+    around = 4 * (3 * 50 + 8 + 7) + 4 * (45 * collectives + 20)
+    assert _around(candidate) == pytest.approx(around)
+
+
+def test_tensor_parallel_ranks_wait_while_others_compute() -> None:
+    given = _workload()
+    handing = replace(given, blocks=tuple(replace(b, output_bytes=1.0) for b in given.blocks))
+
+    def sent(candidate: Candidate, cluster: Cluster) -> float:
+        return _cost(candidate, handing, cluster).tensor_parallel
+
+    slow = replace(PLAIN, intra_latency_seconds=1e-3)
+    shared = replace(slow, alone_speed=2.0)
+    alone, among_others = _candidate(tp=2), _candidate(tp=2, dp=2)
+    assert sent(alone, slow) == sent(alone, shared)
+    # Four sums of each of 4 blocks, of two messages.
+    saved = sent(among_others, slow) - sent(among_others, shared)
+    assert saved == pytest.approx(4 * 4 * 2 * 1e-3 / 2)
+    between = replace(slow, launch_seconds=1e-5, runs_ahead=False)
+    assert sent(alone, between) - sent(alone, slow) == pytest.approx(4 * 4 * 100 * 1e-5)
 
 
 @pytest.mark.parametrize(("recompute", "gathers"), [("none", 2), ("full", 3)])

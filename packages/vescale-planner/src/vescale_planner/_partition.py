@@ -83,6 +83,11 @@ class LocalPart:
             return self.numel
         return self._held(self.part.trained, self.trained_share, lambda p: p.numel)
 
+    @property
+    def num_trained(self) -> int:
+        """How many parameters are trained, whatever their sizes."""
+        return len(self.part.trained)
+
     def _held(self, parameters: Sequence[ParameterSize], share: float, size_of: _SizeOf) -> float:
         """Return what one rank has of some of its parameters together, by their sizes."""
         whole = sum(map(size_of, parameters)) * _cut(share, self.tp)
@@ -186,6 +191,7 @@ class LocalPart:
             self.share, self.tp, self.is_block, self.sequence, self.is_last, self.keeps_cut,
             self.gathered_bytes, part.widest_bytes, part.products_bytes, self.is_tied,
             self.has_backward, self.trained_bytes, part.trained_share(of_experts=False),
+            self.num_trained,
         )  # fmt: skip
         if part.experts:
             sent = part.sent_bytes, part.num_exchanges, self.expert_share, self.experts_here
@@ -254,6 +260,11 @@ class PipelineRank:
     def trained_numel(self) -> float:
         """Of the elements, those of parameters that are trained."""
         return sum(part.trained_numel for part in self.distinct)
+
+    @cached_property
+    def num_trained(self) -> int:
+        """How many parameters are trained."""
+        return sum(part.num_trained for part in self.distinct)
 
     @cached_property
     def trained_bytes(self) -> float:

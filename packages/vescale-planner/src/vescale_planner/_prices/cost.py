@@ -22,16 +22,12 @@ from vescale_planner._partition import LocalPart, PipelineRank
 from vescale_planner._space.candidates import Candidate
 from vescale_planner.cluster import Cluster
 
+from . import host
 from .collectives import Group, all_gather, all_reduce, exchange, send
 from .columns import Columns, Numerics, Values, columns_of
 from .data_parallel import exposed_data_parallel
 from .expert_parallel import dispatches
 
-# Operators of one block's forward, for the time that starting them takes.
-_OPERATORS = 50
-# As many operators take what a stage of a pipeline does around its forward and backward of a
-# micro-batch, to send and receive among others: 2.5 ms where an operator took 7 us.
-_OPERATORS_OF_PASS = 350
 # Backward of fused attention computes the scores again (Dao 2023): five products for two.
 _ATTENTION_BACKWARD = 2.5
 # Rows of a result that kernels of grouped products compute at once: CUTLASS's and DeepGEMM's.
@@ -152,8 +148,7 @@ def step_costs(
         alike[rank.numbers] = first, count + 1
     kinds = [rank for rank, _ in alike.values()]
     spent = _of_micro_batch(kinds, columns, cluster, numerics)
-    if columns.layout.pp > 1 and not cluster.runs_ahead:
-        spent[2] += columns.first.virtual_stages * _OPERATORS_OF_PASS * cluster.launch_seconds
+    spent[2] += host.around_pass(columns, cluster)
     compute = spent[0] + spent[1] + spent[2]
     busy = compute + (spent[3] + spent[4] + spent[5])  # (kinds, candidates)
     whole: Values = np.zeros_like(busy[0])
@@ -168,7 +163,8 @@ def step_costs(
         hand_over=_hand_over(columns, ranks, cluster) * columns.parts,
         data_parallel=data_parallel.max(axis=0),
         optimizer=max(rank.stepped_bytes for rank in kinds) / columns.state_shard
-        * (3 + 2 * numerics.states) / cluster.reached_memory_bytes_per_second,
+        * (3 + 2 * numerics.states) / cluster.reached_memory_bytes_per_second
+        + host.around_update(kinds, cluster),
     )  # fmt: skip
 
 
@@ -247,9 +243,9 @@ def _compute(
     # What is no product runs again, too, where blocks keep these.
     others = passes + (columns.keeps_products if p.is_block and p.has_backward else 0)
     moved = (others + 1) * rows * p.saved_bytes / memory
-    starting = others * (_OPERATORS * cluster.launch_seconds if p.is_block else 0.0)
+    starting = others * (host.OPERATORS * cluster.launch_seconds if p.is_block else 0.0)
     if not cluster.runs_ahead:
-        return matrix, attention, moved + starting
+        return matrix, attention, moved + starting + host.around_part(p, columns, cluster)
     return matrix, attention, np.maximum(moved, starting - matrix - attention)
 
 
@@ -336,6 +332,7 @@ def _tensor_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values
     if layout.tp == 1 or p.share == 0.0:
         return nothing
     group = Group(layout.tp)
+    cluster = host.while_others_compute(layout.tp, columns, cluster)
     handed = p.part.output_bytes * rows
     if p.is_block:
         count = 4 + 2 * columns.runs_again
@@ -346,7 +343,8 @@ def _tensor_parallel(p: LocalPart, columns: Columns, cluster: Cluster) -> Values
             )
         if not p.part.output_bytes:
             return norms
-        return norms + count * all_reduce(handed, group, cluster)
+        around = host.around_conversions(count, cluster)
+        return norms + count * all_reduce(handed, group, cluster) + around
     if not p.is_last:
         return all_reduce(handed, group, cluster) if p.part.output_bytes else nothing
     # Of cut logits ranks exchange a few numbers a row: all latency.

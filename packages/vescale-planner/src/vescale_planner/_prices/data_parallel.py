@@ -11,6 +11,7 @@ from vescale_planner.cluster import Cluster
 
 from .collectives import Group, all_gather, exchange
 from .columns import Columns, Counts, Numerics, Values, of_each
+from .host import around_reductions
 
 
 def exposed_data_parallel(
@@ -66,7 +67,12 @@ def exposed_data_parallel(
     both = parts * exposed(hidden + reduce, backward)
     apart = reduce + np.where(hidden > 0, parts * exposed(hidden, backward), 0.0)
     of_stage_3 = gathers + np.where(early, both, apart)
-    return np.where((columns.zero_stage < 3) | (columns.shard == 1), gather + reduced, of_stage_3)
+    is_gathered_once = (columns.zero_stage < 3) | (columns.shard == 1)
+    sent = np.where(is_gathered_once, gather + reduced, of_stage_3)
+    reductions = np.where(early & scatters, parts, 1)
+    gathered = np.where(is_gathered_once, columns.shard > 1, parts * (1 + columns.reshards))
+    collectives = units * (gathered + reductions)
+    return sent + around_reductions(ranks, collectives, reductions, cluster)
 
 
 def _units(owned: PipelineRank) -> int:
