@@ -292,12 +292,12 @@ def tensors_mb() -> float:
 def trained(model: str, plan: str) -> Callable[[], None]:
     """Return what trains this rank's rows for a step."""
     parsed = ParallelPlan.from_json(plan)
-    built = vescale.parallelize(parsed, MODELS[model]())
+    built, optimizer = vescale.parallelize(
+        parsed, MODELS[model](), lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4)
+    )
     rows = ROWS // parsed.data_parallel.size
     first = rows * vescale.data_parallel_rank(built)
     batch = {name: whole[first : first + rows] for name, whole in rows_of(model, ROWS).items()}
-    optimizer = torch.optim.AdamW(built.parameters(), lr=1e-4)
-
     in_parts = parsed.batch.gradient_accumulation > 1 or parsed.pipeline_parallel.size > 1
 
     def step() -> None:

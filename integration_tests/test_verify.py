@@ -175,6 +175,25 @@ def test_batches_and_losses_of_many_forms() -> None:
     assert deferred.passed
 
 
+class Asked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor | None, *, is_scaled: bool, scale: float) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        assert mask is None
+        return (scale * x if is_scaled else x).square().mean()
+
+
+@pytest.mark.parametrize("constraints", [{DP: 2}, {PP: 2, PARTS: 2}])
+def test_what_is_no_tensor_of_a_batch_is_given_as_it_is(constraints: Constraints) -> None:
+    batch = {"x": torch.randn(4, 4), "mask": None, "is_scaled": True, "scale": 2.0}
+    report = vescale.verify(make_plan(constraints), Asked, batch, steps=1)
+    assert report.passed, report
+
+
 def test_a_plan_that_was_found_is_verified_in_another_dtype() -> None:
     build, batch = MODELS["blocks"]
     plan = vescale.generate_plan(build(), {DP: 2, ZERO: 1}, world_size=2)

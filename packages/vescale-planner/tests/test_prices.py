@@ -128,7 +128,9 @@ def _around(candidate: Candidate, cluster: Cluster = PLAIN) -> float:
     """Return the operators' worth of time that a step takes where nothing runs ahead."""
     seconds = 1e-5
     between = replace(cluster, launch_seconds=seconds, runs_ahead=False)
-    return (_cost(candidate, cluster=between).step - _cost(candidate, cluster=cluster).step) / seconds
+    return (
+        _cost(candidate, cluster=between).step - _cost(candidate, cluster=cluster).step
+    ) / seconds
 
 
 def test_processors_start_operators_between_computing() -> None:

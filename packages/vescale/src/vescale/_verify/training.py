@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 import vescale_deferred
 from vescale._parallelize import parallelize
@@ -183,10 +184,10 @@ def in_chunks(program: Program, plan: ParallelPlan) -> Record:
         numerics=plan.numerics,
         numerics_chunks=plan.numerics_chunks,
     )
-    alone, examples = _fed(program, alone)
+    alone, rows = _fed(program, alone)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report says what comes out otherwise
-        model, _ = parallelize(alone, program.build(), dataset=examples)
+        model, _ = parallelize(alone, program.build(), dataset=rows)
     return shard_after_shard(program, plan, model=model)
 
 
@@ -197,10 +198,10 @@ def in_compiled_blocks(program: Program, plan: ParallelPlan) -> Record:
     it as the one rank of a world.
     """
     alone = ParallelPlan(compile=plan.compile, compile_backend=plan.compile_backend)
-    alone, examples = _fed(program, alone)
+    alone, rows = _fed(program, alone)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report says what comes out otherwise
-        model, _ = parallelize(alone, program.build(), dataset=examples)
+        model, _ = parallelize(alone, program.build(), dataset=rows)
         return shard_after_shard(program, plan, model=model)
 
 
@@ -212,11 +213,11 @@ def _compiled_blocks(model: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
 def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
     """Train under a plan, as one of its ranks."""
     record = Record()
-    plan, examples = _fed(program, plan)
+    plan, rows = _fed(program, plan)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report says what comes out otherwise
         model, optimizer, loader = parallelize(
-            plan, program.build(), program.optimizer_fn, None, examples
+            plan, program.build(), program.optimizer_fn, None, rows
         )
         record.initial = full_state(_state(model))
         batches = [*loader]
@@ -229,11 +230,12 @@ def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
     return record
 
 
-def _fed(program: Program, plan: ParallelPlan) -> tuple[ParallelPlan, list[Any]]:
-    """Return a plan for batches as long as the program's, and the data set of their rows."""
+def _fed(program: Program, plan: ParallelPlan) -> tuple[ParallelPlan, DataLoader[Any]]:
+    """Return a plan for batches as long as the program's, and what loads their rows."""
     rows = num_rows(program.batches[0])
     examples = [_row(program.cast(b), i) for b in program.batches for i in range(rows)]
-    return with_constraints(plan, {"batch.global_size": rows}), examples
+    loader = DataLoader[Any](_Rows(examples), batch_size=rows, collate_fn=_batch_of)
+    return with_constraints(plan, {"batch.global_size": rows}), loader
 
 
 def _plain_model(program: Program) -> nn.Module:
@@ -343,3 +345,26 @@ def shard_of(batch: Any, index: int, num_shards: int) -> Any:
 
 def _row(batch: Any, index: int) -> Any:
     return pytree.tree_map(lambda x: x[index] if isinstance(x, Tensor) else x, batch)
+
+
+class _Rows(Dataset[Any]):
+    """Rows, as PyTorch's loader takes them."""
+
+    def __init__(self, rows: Sequence[Any]) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._rows[index]
+
+
+def _batch_of(rows: Sequence[Any]) -> Any:
+    """Put rows together. What is no tensor, a flag or None, is the batch's, not a row's."""
+    return pytree.tree_map(
+        lambda first, *others: (
+            torch.stack([first, *others]) if isinstance(first, Tensor) else first
+        ),
+        *rows,
+    )
