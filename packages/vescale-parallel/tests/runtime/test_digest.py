@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vescale_parallel._runtime.compared.digest import Leaf, difference, digest_of
+from vescale_testing.memory import peak_nbytes
 
 CPU = torch.device("cpu")
 
@@ -86,3 +87,22 @@ def test_a_nan_is_a_difference() -> None:
     other[3, 3] = torch.nan
     assert difference({0: leaves(x), 1: leaves(other)})
     assert not difference({0: leaves(other), 1: leaves(other.clone())})
+
+
+def test_elements_that_are_far_apart_are_told_apart() -> None:
+    x = torch.randn(300_000, generator=torch.Generator().manual_seed(0))
+    swapped = x.clone()
+    swapped[[0, 250_000]] = x[[250_000, 0]]
+    assert row(x) == row(x.clone())
+    assert row(x) != row(swapped)
+    nearly = x * (1 + 2.0**-22)
+    assert not difference({0: leaves(x), 1: leaves(nearly)})
+    assert difference({0: leaves(x), 1: leaves(swapped)})
+
+
+def test_a_digest_takes_little_memory_beside_what_it_is_of() -> None:
+    x = torch.zeros(2**22)
+    row(x)  # threads and kernels
+    before = peak_nbytes(reset=True)
+    row(x)
+    assert peak_nbytes() - before < x.nbytes / 2

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 # Odd numbers that spread what they are multiplied with over all bits.
 _MIX = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Elements that are looked at at once. An accelerator is to start few operators.
+_PART, _PART_OF_CPU = 2**20, 2**16
 _PLAIN = (type(None), bool, int, float, str, torch.dtype)
 
 # Floats that differ by less, relative to the norm, may be results of kernels that add in any
@@ -84,7 +86,7 @@ def digest_of(named: Mapping[str, Any], device: torch.device) -> Digest:
             if leaf.numbers is not None
         ]
         numbers = torch.stack(rows) if rows else torch.zeros(0, 3, dtype=torch.int64).to(device)
-        total = _mixed(numbers[:, 0])
+        total = _mixed(numbers[:, 0], torch.arange(len(numbers), device=device))
     text = hashlib.sha256(repr(leaves).encode()).digest()
     structure = torch.full((), int.from_bytes(text[:7], "little"), device=device)
     return Digest(leaves=leaves, numbers=numbers, row=torch.stack([structure, total]))
@@ -119,29 +121,38 @@ def _leaf(name: str, value: Any) -> Leaf:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """Return (3,) int64: a hash, and the bits of a projection and a norm."""
+    """Return (3,) int64: a hash, and the bits of a projection and a norm.
+
+    What is computed of an element takes ten times its memory, so of a part at a time.
+    """
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     flat = tensor.detach().contiguous().view(-1)
-    hashed = _mixed(flat.view(_INTEGERS[flat.element_size()]))
-    if not flat.is_floating_point():
-        return torch.stack([hashed, torch.zeros_like(hashed), torch.zeros_like(hashed)])
-    values = flat.to(torch.float64)
-    direction = _spread(torch.arange(flat.numel(), device=flat.device)).to(torch.float64)
-    pair = torch.stack([values.dot(direction * 2.0**-63), values.norm()])
+    is_floating = flat.is_floating_point()
+    hashed = torch.zeros((), dtype=torch.int64, device=flat.device)
+    pair = torch.zeros(2, dtype=torch.float64, device=flat.device)  # projection, squared norm
+    first = 0
+    for part in flat.split(_PART_OF_CPU if flat.device.type == "cpu" else _PART):
+        places = torch.arange(first, first + part.numel(), device=flat.device)
+        hashed += _mixed(part.view(_INTEGERS[part.element_size()]), places)
+        if is_floating:
+            values = part.to(torch.float64)
+            direction = _spread(places).to(torch.float64).mul_(2.0**-63)
+            pair += torch.stack([values.dot(direction), values.dot(values)])
+        first += part.numel()
+    pair[1].sqrt_()
     return torch.cat([hashed.unsqueeze(0), pair.view(torch.int64)])
 
 
-def _mixed(integers: Tensor) -> Tensor:
+def _mixed(integers: Tensor, places: Tensor) -> Tensor:
     """Return one int64 that depends on every element and its place."""
-    index = torch.arange(integers.numel(), device=integers.device)
-    return _spread(integers.to(torch.int64) * _MIX[2] + index).sum()
+    return _spread(integers.to(torch.int64) * _MIX[2] + places).sum()
 
 
 def _spread(integers: Tensor) -> Tensor:
     """Map integers to ones that look random, equal ones to equal ones."""
-    integers = (integers + 1) * _MIX[0]
-    integers = (integers ^ (integers >> 32)) * _MIX[1]
-    return integers ^ (integers >> 29)
+    integers = (integers + 1).mul_(_MIX[0])
+    integers = (integers ^ (integers >> 32)).mul_(_MIX[1])
+    return integers.bitwise_xor_(integers >> 29)
 
 
 def difference(ranks: Mapping[int, Sequence[Leaf]]) -> str:
