@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import vescale
 from vescale.cli.main import main
 
 from . import crossing_models, planted_in_steps
-from .families import CONFIGS, hugging_face
+from .families import CONFIGS, hugging_face, make
 from .plans import (
     COPIES,
     CP,
@@ -173,6 +174,21 @@ def test_batches_and_losses_of_many_forms() -> None:
     assert double.passed
     deferred = vescale.verify(plan, lambda: vescale.deferred_init(Bilinear), (x, y), steps=1)
     assert deferred.passed
+
+
+@pytest.mark.parametrize("constraints", [{DP: 2, ZERO: 3}, {PP: 2, PARTS: 2}])
+def test_tokens_of_an_expert_are_in_the_order_of_its_choices(constraints: Constraints) -> None:
+    """Where ranks have as many of an expert they could be taken for halves of one device's."""
+    whole, batch = make("mixtral")
+    assert isinstance(whole, transformers.MixtralForCausalLM)
+    config = whole.config
+    config._experts_implementation = "eager"
+    batch = {name: torch.cat([x[:2], x[:2]]) for name, x in batch.items()}
+    report = vescale.verify(
+        make_plan(constraints), lambda: type(whole)(config), batch, steps=1, dtype=torch.float64
+    )
+    assert report.passed, report
+    assert not report.not_compared
 
 
 class Asked(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import pipeline_blocks
-from vescale_parallel._model.copies import copied_without_values, plain, tensors_within
+from vescale_parallel._model.copies import copied_without_values, pairs, plain, tensors_within
 from vescale_parallel._model.inputs import has_dims, usual_num_rows
 from vescale_parallel._model.kept_outside import filled_by, filled_error, nothing_kept_outside
 from vescale_parallel._model.random_copies import in_double, random_copy
@@ -337,10 +337,9 @@ class RowGuard:
                 self._filled = filled_by(subject, pipeline_blocks(subject))
         if scaled is not None:
             return subject.train(model.training), True
-        live = dict(model.named_modules())
-        for fqn, module in subject.named_modules():
-            module.training = live[fqn].training
-            for name, buffer in live[fqn].named_buffers(recurse=False):
+        for module, live in pairs(subject, model):
+            module.training = live.training
+            for name, buffer in live.named_buffers(recurse=False):
                 if type(buffer) in (Tensor, nn.Buffer) and buffer.device.type != "meta":
                     module._buffers[name] = in_double(buffer)
         for parameter in subject.parameters():

@@ -72,6 +72,15 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def pairs(copied: nn.Module, model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield modules of a copy with those of the model that have their names.
+
+    Of some there is none: BigBird's forward replaces its attention where sequences are short.
+    """
+    live = dict(model.named_modules())
+    return ((each, live[fqn]) for fqn, each in copied.named_modules() if fqn in live)
+
+
 def discard(copied: nn.Module) -> None:
     """Let go of what a copy holds, which nobody uses again.
 

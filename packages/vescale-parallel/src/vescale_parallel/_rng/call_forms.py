@@ -24,7 +24,7 @@ from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.parts import NUM_ROWS
 from vescale_parallel._cross_replica.row_counts import RowDims, num_nodes_of
 from vescale_parallel._cross_replica.runs import RowCheckError
-from vescale_parallel._model.copies import deep_copied, plain
+from vescale_parallel._model.copies import deep_copied, pairs, plain
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.inputs import children_of, map_children
 from vescale_parallel._model.random_copies import InDouble, scaled_copy
@@ -163,8 +163,8 @@ class DrawForms:
         for tensor in (*subject.parameters(), *subject.buffers()):
             if tensor.is_complex():
                 tensor.data = tensor.data.to(torch.complex128)
-        for fqn, module in model.named_modules():
-            subject.get_submodule(fqn).training = module.training
+        for module, live in pairs(subject, model):
+            module.training = live.training
         try:
             with InDouble():
                 return drawn_by_shape(subject, once, twice, self._sharding)

@@ -18,7 +18,7 @@ from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._mesh.mesh import data_groups
 from vescale_parallel._model.code import mix_in
-from vescale_parallel._model.copies import copied_without_values
+from vescale_parallel._model.copies import copied_without_values, pairs
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.threads import in_fresh_thread
@@ -226,10 +226,10 @@ class StageDraws:
         whole = self._whole
         if whole is None:
             return _Found(None, f"{type(self._model).__name__} cannot be copied")
-        for fqn, module in self._model.named_modules():
-            whole.get_submodule(fqn).training = module.training
-            if isinstance(module, _DROPOUTS):
-                vars(whole.get_submodule(fqn))["p"] = module.p
+        for module, live in pairs(whole, self._model):
+            module.training = live.training
+            if isinstance(live, _DROPOUTS):
+                vars(module)["p"] = live.p
         given = pytree.tree_map(self._cast, given)
         casts = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 

@@ -126,33 +126,68 @@ def _candidates(
 
 
 def _in_any_order(whole: Tensor, locals_: Mapping[Place, Tensor]) -> Iterator[tuple[str, Pairs]]:
-    """Yield the tokens of all ranks beside those of one device, both sorted: an expert's, say.
+    """Yield the tokens of all ranks beside those of one device: an expert's, say.
 
     Whose expert chose which tokens decides on their order, and on how many a rank has of them.
     """
-    if whole.dim() != 2:
-        return
-    direction = torch.linspace(1.0, 2.0, whole.shape[1], dtype=torch.float64).cos()
     groups = _along(0, locals_)
     found = [torch.cat([locals_[place] for place in group]) for group in groups]
-    if any(x.shape != whole.shape for x in found):
+    if whole.dim() != 2 or any(x.shape != whole.shape for x in found):
         return
+    text = "sharded over cp along dim 0 in another order"
+    for pairs in zip(*(_paired(x, whole) for x in found), strict=False):
+        yield text, [(min(g), *pair) for g, pair in zip(groups, pairs, strict=True)]
+
+
+def match_in_any_order(
+    whole: Tensor, by_shard: Mapping[int, Mapping[Place, Tensor]], bound: float
+) -> Match | None:
+    """Compare tokens of one device with those that ranks have of all shards of a batch.
+
+    An expert's are in the order of the choices of which they are, the first one's first: they are
+    those of no shard after those of another one.
+
+    Args:
+        whole: One device's tokens.
+        by_shard: The ranks' tensors, by shard.
+        bound: A difference that needs no better match.
+
+    Returns:
+        The first match within the bound, else the closest; None if these are no such tokens.
+    """
+    if whole.dim() != 2 or any(x.dim() != 2 for of in by_shard.values() for x in of.values()):
+        return None
+    # Features may be sharded over tensor-parallel ranks.
+    rows = [[x for _, x in sorted(of.items())] for of in by_shard.values()]
+    if any(len({len(x) for x in of}) > 1 for of in rows):
+        return None
+    is_whole = all(x.shape[1] == whole.shape[1] for of in rows for x in of)
+    found = torch.cat([of[0] if is_whole else torch.cat(of, 1) for of in rows])
+    if found.shape != whole.shape:
+        return None
+    best: Match | None = None
+    place = min(min(of) for of in by_shard.values())
+    for pair in _paired(found, whole):
+        match = _furthest("sharded along dim 0 in another order", [(place, *pair)])
+        if best is None or match.error < best.error:
+            best = match
+        if match.error <= bound:
+            break
+    return best
+
+
+def _paired(rows: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows beside those of one device that they may be: by order, then the nearest ones."""
+    direction = torch.linspace(1.0, 2.0, whole.shape[1], dtype=torch.float64).cos()
 
     def by_value(rows: Tensor) -> Tensor:
         return rows[(rows.double() @ direction.to(rows.device)).argsort()]
 
-    text = "sharded over cp along dim 0 in another order"
-    sorted_pairs = [
-        (min(g), by_value(x), by_value(whole)) for g, x in zip(groups, found, strict=True)
-    ]
-    yield text, sorted_pairs
-    if not len(whole):
-        return
+    yield by_value(rows), by_value(whole)
     # Rounding may change the order of two.
-    nearest = [_distances(x, whole).argmin(1) for x in found]
-    if all(len({*rows.tolist()}) == len(whole) for rows in nearest):
-        of_groups = zip(groups, found, nearest, strict=True)
-        yield text, [(min(g), x, whole[rows]) for g, x, rows in of_groups]
+    nearest = _distances(rows, whole).argmin(1) if len(whole) else whole.new_zeros(0).long()
+    if len(whole) and len({*nearest.tolist()}) == len(whole):
+        yield rows, whole[nearest]
 
 
 def _distances(rows: Tensor, others: Tensor) -> Tensor:
