@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vescale._verify.placements import best_match
+from vescale._verify.placements import best_match, match_in_any_order
 
 
 @pytest.mark.parametrize("rows_of_first", [7, 9, 12])
@@ -42,3 +42,32 @@ def test_rows_in_another_order_are_paired_although_rounding_swaps_them() -> None
         assert match is not None
         assert match.placements.endswith("in another order")
         assert match.error < 2e-3
+
+
+def test_tokens_of_shards_in_any_order() -> None:
+    """An expert's are sorted by choice, then by token, of all rows and of a rank's."""
+    whole = torch.randn(12, 4, dtype=torch.float64)
+    first, second = whole[[0, 3, 4, 7, 8]], whole[[1, 2, 5, 6, 9, 10, 11]]
+    match = match_in_any_order(whole, {0: {(0, 0): first}, 1: {(0, 0): second}}, 0.0)
+    assert match is not None
+    assert match.error == 0.0
+    # Features over tensor-parallel ranks, slices of sequences over others.
+    halves = {
+        (cp, tp): x[:, 2 * tp : 2 * tp + 2]
+        for cp, x in enumerate((first, second))
+        for tp in (0, 1)
+    }
+    match = match_in_any_order(whole, {0: halves}, 0.0)
+    assert match is not None
+    assert match.error == 0.0
+    weights = {at: {(0, 0): x[:, 0]} for at, x in enumerate((second, first))}
+    match = match_in_any_order(whole[:, 0], weights, 0.0)
+    assert match is not None
+    assert match.error == 0.0
+
+    other = second.clone()
+    other[3, 1] += 0.5
+    match = match_in_any_order(whole, {0: {(0, 0): first}, 1: {(0, 0): other}}, 1e-12)
+    assert match is not None
+    assert match.error > 0.1
+    assert match_in_any_order(whole, {0: {(0, 0): first}}, 0.0) is None

@@ -79,7 +79,7 @@ class Activations:
     def _are_picked(self, key: ModuleOutput, whole: Tensor, num_calls: int) -> bool:
         """Whether data decides which rows an output has, as of experts, and in which order."""
         known = self._rows_and_tokens
-        is_of_some = bool(known) and whole.dim() == 2 and len(whole) not in known
+        is_of_some = bool(known) and whole.dim() in (1, 2) and len(whole) not in known
         return num_calls > 1 or is_of_some or len(self._rows[_kind(key)]) > 1
 
     def first_divergence(self, step: int) -> Divergence | None:

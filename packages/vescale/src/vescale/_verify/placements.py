@@ -155,12 +155,16 @@ def match_in_any_order(
     Returns:
         The first match within the bound, else the closest; None if these are no such tokens.
     """
-    if whole.dim() != 2 or any(x.dim() != 2 for of in by_shard.values() for x in of.values()):
+    every = [x for of in by_shard.values() for x in of.values()]
+    if whole.dim() not in (1, 2) or any(x.dim() != whole.dim() for x in every):
         return None
-    # Features may be sharded over tensor-parallel ranks.
-    rows = [[x for _, x in sorted(of.items())] for of in by_shard.values()]
+    if whole.dim() == 1:  # a router's weights, sorted by experts
+        whole = whole.unsqueeze(1)
+        by_shard = {at: {p: x.unsqueeze(1) for p, x in of.items()} for at, of in by_shard.items()}
+    rows = [[of[place] for place in group] for of in by_shard.values() for group in _along(1, of)]
     if any(len({len(x) for x in of}) > 1 for of in rows):
         return None
+    # Features may be sharded over tensor-parallel ranks.
     is_whole = all(x.shape[1] == whole.shape[1] for of in rows for x in of)
     found = torch.cat([of[0] if is_whole else torch.cat(of, 1) for of in rows])
     if found.shape != whole.shape:
