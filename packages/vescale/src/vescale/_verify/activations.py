@@ -69,17 +69,9 @@ class Activations:
             found.setdefault(_kind(key), set()).update(len(x) for x in outputs if x.dim())
         return found
 
-    @cached_property
-    def _rows_and_tokens(self) -> Collection[int]:
-        """How many rows and tokens batches have, by what modules return that has both."""
-        outputs = [x for each in self.expected.record.activations.values() for x in each]
-        shapes = [x.shape for x in outputs if x.dim() > 2]
-        return {n for shape in shapes for n in (shape[0], shape[0] * shape[1])}
-
     def _are_picked(self, key: ModuleOutput, whole: Tensor, num_calls: int) -> bool:
         """Whether data decides which rows an output has, as of experts, and in which order."""
-        known = self._rows_and_tokens
-        is_of_some = bool(known) and whole.dim() in (1, 2) and len(whole) not in known
+        is_of_some = whole.dim() in (1, 2) and len(whole) not in self.expected.rows_and_tokens
         return num_calls > 1 or is_of_some or len(self._rows[_kind(key)]) > 1
 
     def first_divergence(self, step: int) -> Divergence | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +25,14 @@ class Expected:
         perturbed: Of the others.
         epsilon: Of the coarsest dtype that the model computes in.
         num_shards: Into how many parts, one after the other, the run divided its batches.
+        rows_and_tokens: How many of them batches have: sizes of the first dim, and of two.
     """
 
     record: Record
     perturbed: Sequence[Record]
     epsilon: float
     num_shards: int = 1
+    rows_and_tokens: Collection[int] = frozenset()
 
     def bound(self, one: Tensor, others: Sequence[Tensor], least: float = 0.0) -> float:
         """Return the largest difference that rounding explains."""

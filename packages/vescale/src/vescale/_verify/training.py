@@ -324,6 +324,13 @@ def num_rows(batch: Any) -> int:
     return sizes.pop()
 
 
+def rows_and_tokens(batches: Sequence[Any]) -> frozenset[int]:
+    """Return the sizes of the first dim of tensors of batches, and of the first two."""
+    shapes = [x.shape for x in pytree.tree_leaves([*batches]) if isinstance(x, Tensor)]
+    rows = {shape[0] for shape in shapes if shape}
+    return frozenset(rows | {shape[:2].numel() for shape in shapes if len(shape) > 1})
+
+
 def num_data_ranks(plan: ParallelPlan) -> int:
     """Return how many ranks have rows of their own."""
     return plan.data_parallel.size

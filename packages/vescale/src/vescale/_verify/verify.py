@@ -36,6 +36,7 @@ from .training import (
     num_rows,
     on_a_rank,
     on_one_device,
+    rows_and_tokens,
     shard_after_shard,
 )
 
@@ -248,6 +249,7 @@ def _expected(program: Program, plan: ParallelPlan) -> Expected:
         perturbed=[run(program, change=change) for change in changes],
         epsilon=epsilon,
         num_shards=num_data_ranks(plan) * num_parts(plan) if in_shards else 1,
+        rows_and_tokens=rows_and_tokens(program.batches),
     )
 
 
