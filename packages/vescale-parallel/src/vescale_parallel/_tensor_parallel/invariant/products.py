@@ -2,9 +2,9 @@
 
 The weight of a column-wise layer is cut along output features, that of a row-wise layer along
 input features. ``parts`` are the parts of that dim that are cut one by one: their number (3 for
-fused query, key and value), or their lengths where they differ. Every product gets contiguous matrices
-that begin at a multiple of 64 bytes: their shapes, and nothing else, then decide in which order a
-kernel adds.
+fused query, key and value), or their lengths where they differ. Every product gets contiguous
+matrices that begin at a multiple of 64 bytes: their shapes, and nothing else, then decide in which
+order a kernel adds.
 
 Shapes: x (T, K), output (T, N); weight (N, K), or (K, N) where the input comes first.
 """
