@@ -147,15 +147,17 @@ def _names(model: nn.Module) -> list[str]:
 def _holders(model: nn.Module, group: Group, holder: str) -> list[str]:
     """Return the modules that hold a group's layers, of which there is a pattern.
 
-    Others that the pattern matches hold other layers, where blocks of several kinds alternate.
+    Others that the pattern matches hold other layers, where blocks of several kinds alternate. Not
+    all hold each of the layers: the last block of two streams of tokens ends one of them.
     """
     names, depth = _names(model), holder.count(".") + 1
-    held = [
-        {".".join(fqn.split(".")[:depth]) for fqn in matching(pattern, names)}
-        for pattern in (*group.entries, *group.exits)
+    ends = [
+        {".".join(fqn.split(".")[:depth]) for each in patterns for fqn in matching(each, names)}
+        for patterns in (group.entries, group.exits)
+        if patterns
     ]
     found = matching(holder, names) if holder else []
-    return [fqn for fqn in found if all(fqn in each for each in held)]
+    return [fqn for fqn in found if all(fqn in each for each in ends)]
 
 
 # What their values may equal by chance, and counts no features.
