@@ -42,7 +42,8 @@ class Joint(nn.Module):
         added = (self.added_q, self.added_k, self.added_v)
         of_text = [each(text).unflatten(2, (self.heads, -1)) for each in added]
         both = [torch.cat(pair, 1) for pair in zip((q, k, v), of_text, strict=True)]
-        y = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in both))
+        q, k, v = (each.transpose(1, 2) for each in both)
+        y = F.scaled_dot_product_attention(q, k, v)
         y, y_text = y.transpose(1, 2).flatten(2).split([x.shape[1], text.shape[1]], dim=1)
         return self.out(y), None if self.added_out is None else self.added_out(y_text)
 
