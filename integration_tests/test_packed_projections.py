@@ -16,6 +16,7 @@ import vescale
 from vescale_parallel import propose_sharding
 from vescale_testing import World
 
+from . import invariant_bits
 from .families import VOCABULARY, hugging_face, tokens
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import SIZES, compare
@@ -301,19 +302,17 @@ def test_parts_that_nothing_shows_to_be_read_whole_are_refused(
     check_refusal(world2, ValueError, message, partial(parallelized, weight=read), text)
 
 
-def in_chunks() -> None:
-    plan = vescale.generate_plan(
-        build("by_hand"),
-        {TP: 2, "numerics": "invariant", "numerics_chunks": 2},
-        world_size=2,
-        example_batch=tokens(),
-    )
-    vescale.parallelize(plan, build("by_hand"))
+def wide() -> nn.Module:
+    torch.manual_seed(3)
+    sizes = {**EXTRA["phi3"], "hidden_size": 64, "vocab_size": invariant_bits.VOCABULARY}
+    return hugging_face("phi3", "sdpa", **sizes).double()
 
 
 @pytest.mark.slow
-def test_chunks_refuse_parts_of_several_lengths(world2: World) -> None:
-    check_refusal(world2, ValueError, "packs parts of several lengths", in_chunks)
+def test_chunks_of_parts_of_several_lengths_have_the_bits_of_any_number_of_ranks() -> None:
+    said = invariant_bits.said_of(wide(), 2, sequence=True)
+    assert said["model.layers.*.self_attn.qkv_proj.weight"] == placed((64, 32, 32))
+    invariant_bits.compare_sizes(wide, said, 2, sequence=True, sizes=[2])
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
@@ -19,6 +20,7 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+from transformers.modeling_outputs import CausalLMOutput
 
 import vescale
 from vescale_parallel import ParallelPlan, with_constraints
@@ -51,6 +53,36 @@ class Adapted(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
+class Fused(nn.Module):
+    """Attention and MLP that share a matrix, as in single-stream blocks of FLUX."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.up = nn.LayerNorm(256), nn.Linear(256, 768), nn.Linear(256, 1024)
+        self.out = nn.Linear(256 + 1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        q, k, v = (t.unflatten(-1, (-1, 64)).transpose(1, 2) for t in self.qkv(h).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + self.out(torch.cat([y, F.gelu(self.up(h))], dim=-1))
+
+
+class FusedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 256)
+        self.blocks = nn.ModuleList(Fused() for _ in range(4))
+        self.head = nn.Linear(256, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> CausalLMOutput:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        loss: Any = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return CausalLMOutput(loss=loss)
+
+
 def model_of(family: str) -> Any:
     torch.manual_seed(0)
     match family:
@@ -65,6 +97,8 @@ def model_of(family: str) -> Any:
             for trained in (model.model.layers[-1], model.model.norm, model.lm_head):
                 trained.requires_grad_(requires_grad=True)
             return model
+        case "fused":
+            return FusedBlocks()
         case "llama":
             return LlamaForCausalLM(
                 LlamaConfig(
@@ -210,6 +244,21 @@ def test_some_blocks_that_run_again_are_priced_as_their_share(
     names = [name for name, _ in model_of(family).named_modules() if re.search(r"\.\d+$", name)]
     assert len(names) in (4, 6)
     check(family, {DP: 8, ZERO: 2, "recompute": dict.fromkeys(names[:again], mode)})
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_matrices_that_pack_attention_and_mlp_are_priced_as_ranks_share_them(mode: str) -> None:
+    cluster, example = Cluster.preset("cpu"), batch_of("fused", ROWS)
+    given = {"tensor_parallel.size": 2, "batch.global_size": ROWS, "recompute": mode}
+    model = model_of("fused")
+    plan = vescale.generate_plan(
+        model, given, world_size=2, cluster=cluster, example_batch=example
+    )
+    assert plan.tensor_parallel.sharding_plan["blocks.*.out.weight"].startswith("Interleaved")
+    with rank_0_of(2):
+        most = measured("fused", plan)
+    found = predict(model, plan, cluster, example_batch=example)
+    assert found.memory_bytes - cluster.reserved_bytes == pytest.approx(most, rel=0.1)
 
 
 def check(family: str, said: dict[str, Any]) -> None:

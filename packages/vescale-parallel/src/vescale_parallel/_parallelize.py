@@ -211,7 +211,7 @@ def _change(
     if row_guard is not None and loader is not None:
         row_guard.is_rows_first, row_guard.are_rows_apart = loader.gave, loader.put_apart
     # The model, changed in the order of [Note: who wraps a module], innermost first.
-    param_dtype, staging = torch_dtype(plan.precision.param), Staging()
+    param_dtype, staging = torch_dtype(plan.precision.param), Staging(sharding=sharding)
     draws = None if stages is None else _stage(plan, model, mesh, stages, staging)
     if stages is None and plan.num_microbatches > 1:
         let_count(model, staging, param_dtype)

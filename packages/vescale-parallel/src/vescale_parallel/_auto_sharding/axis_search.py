@@ -1,9 +1,18 @@
-"""What every kind of candidate asks of an axis: who owns it, and where it is in its owners."""
+"""What every kind of candidate asks of axes: who owns them, and where they are in their owners.
+
+[Note: axes behind each other]
+A matrix may pack what is sharded along axes that have nothing to do with each other: a fused
+output matrix reads heads of attention and, behind them, features of an MLP
+(``out(cat([attention, mlp], -1))``), and a fused input projection makes both. Sharded along one of
+them alone, the product over all of its columns would be a sum that counts the other once a rank.
+So a candidate is along several axes at once, one of each part, each sharded on its own: what is
+said here of "an axis" is said of any of ``atoms``.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -24,6 +33,11 @@ from vescale_parallel._trace.axes import (
     Value,
     is_within,
 )
+
+# Axes of one candidate.
+Atoms = frozenset[int]
+# Choices of axes for the parts of packed parameters that are looked at.
+_MAX_STEPS = 64
 
 
 @dataclass(eq=False)
@@ -69,6 +83,50 @@ class Search:
                 atoms[atom].append(value)
         return {atom: owners for atom, owners in atoms.items() if any(map(_is_matrix, owners))}
 
+    def together(self, atom: int, owners: Mapping[int, list[Value]]) -> Iterator[Atoms]:
+        """Yield axes to be sharded with one that parameters pack: [Note: axes behind each other].
+
+        One of each part, major ones first, or none: such parts would be read whole.
+        """
+        waiting = [(frozenset((atom,)), frozenset[Dim]())]
+        for _ in range(_MAX_STEPS):
+            if not waiting:
+                return
+            atoms, whole = waiting.pop()
+            part = next((p for p in self._beside(atoms, owners) if p not in whole), None)
+            if part is None:
+                yield atoms
+                continue
+            others = [each for each in self._atoms_within(part) if each in owners]
+            choices = [each for each in others if not self.axes.sizes[each] % self.size]
+            waiting.append((atoms, whole | {part}))
+            waiting += [(atoms | {each}, whole) for each in reversed(choices)]
+
+    def _beside(self, atoms: Atoms, owners: Mapping[int, list[Value]]) -> Iterator[Dim]:
+        """Yield the parts of parameters that do not have an axis, where others have it."""
+        for value in dict.fromkeys(value for atom in sorted(atoms) for value in owners[atom]):
+            for dim in value.dims:
+                if atoms & self.axes.atoms(dim):
+                    yield from self._parts_without(atoms, dim)
+
+    def _parts_without(self, atoms: Atoms, dim: Dim) -> Iterator[Dim]:
+        factors = self.axes.factors(dim)
+        having = [axis for axis in factors if atoms & self.axes.atoms((axis,))]
+        if not having:
+            yield factors
+        for axis in having:
+            for segment in self.axes.segments(axis) or ():
+                yield from self._parts_without(atoms, segment.dim)
+
+    def _atoms_within(self, dim: Dim) -> list[int]:
+        """Return the atoms of a dimension, major to minor."""
+        found: list[int] = []
+        for axis in self.axes.factors(dim):
+            segments = self.axes.segments(axis)
+            below = [a for s in segments or () for a in self._atoms_within(s.dim)]
+            found += [axis] if segments is None else below
+        return list(dict.fromkeys(found))
+
     def tied(self, fqns: Iterable[str]) -> tuple[str, ...]:
         """Return all names of parameters."""
         values = [self.trace.parameters[fqn].index for fqn in fqns]
@@ -85,19 +143,19 @@ class Search:
         self.rejected.append((f"{pattern} dim {dim} length {self.axes.sizes[atom]}", reason))
 
     def placements(
-        self, atom: int, owners: list[Value]
+        self, atoms: Atoms, owners: list[Value]
     ) -> tuple[dict[str, Placement], dict[tuple[str, str], tuple[Placement, ...]]]:
-        """Return the placement that shards an atom, of every parameter that has it.
+        """Return the placement that shards an axis, of every parameter that has it.
 
         And of those of which some parts do not have it, what reads these parts whole.
         """
         found: dict[str, Placement] = {}
         reads: dict[tuple[str, str], tuple[Placement, ...]] = {}
         for value in owners:
-            dims = [d for d, dim in enumerate(value.dims) if atom in self.axes.atoms(dim)]
+            dims = [d for d, dim in enumerate(value.dims) if atoms & self.axes.atoms(dim)]
             if len(dims) > 1:
                 raise RefusedError(f"is in {len(dims)} dimensions of {value.parameter}")
-            parts = self._parts(atom, value.dims[dims[0]], value)
+            parts = self._parts(atoms, value.dims[dims[0]], value)
             placement = shard_of_parts(dims[0], number_or_lengths([n for n, _ in parts]))
             found |= dict.fromkeys(self.names[value.index], placement)
             if not all(has_it for _, has_it in parts):
@@ -108,7 +166,7 @@ class Search:
         return found, reads
 
     def sliced(
-        self, atom: int, buffer: str, owners: list[Value]
+        self, atoms: Atoms, buffer: str, owners: list[Value]
     ) -> dict[tuple[str, str], tuple[Placement, ...]] | None:
         """Return which parts of a buffer a module reads that is as a parameter below it is.
 
@@ -116,15 +174,15 @@ class Search:
         None if it is otherwise, or other modules read it, or it is written.
         """
         value, (module, _, name) = self.trace.buffers[buffer], buffer.rpartition(".")
-        dims = [d for d, dim in enumerate(value.dims) if atom in self.axes.atoms(dim)]
+        dims = [d for d, dim in enumerate(value.dims) if atoms & self.axes.atoms(dim)]
         is_read = all(is_within(s.module, module) for s in self.graph.readers[value.index])
         if not module or module not in self.trace.called or not is_read or len(dims) != 1:
             return None
         if self._is_written(value):
             return None
-        parts = self._parts(atom, value.dims[dims[0]], value)
+        parts = self._parts(atoms, value.dims[dims[0]], value)
         for owner in owners:
-            same = [self._parts(atom, dim, owner) == parts for dim in owner.dims]
+            same = [self._parts(atoms, dim, owner) == parts for dim in owner.dims]
             if any(same) and is_within(self.names[owner.index][0], module):
                 placements = [Shard(dims[0]) if has_it else Replicate() for _, has_it in parts]
                 # Statistics of norms are as long as their weights, and operators write them.
@@ -144,22 +202,22 @@ class Search:
                 views |= {each.index for each in step.outputs if each.nbytes <= value.nbytes}
         return False
 
-    def parts(self, atom: int, dim: Dim, value: Value) -> Parts:
+    def parts(self, atoms: Atoms, dim: Dim, value: Value) -> Parts:
         """Return the parts of a dimension of each of which an atom is the major axis.
 
         Raises:
             RefusedError: If some do not have it, or one has it twice.
         """
-        parts = self._parts(atom, dim, value)
+        parts = self._parts(atoms, dim, value)
         if not all(has_it for _, has_it in parts):
             raise RefusedError(f"is in some segments only of {value.parameter}")
         return number_or_lengths([length for length, _ in parts])
 
-    def _parts(self, atom: int, dim: Dim, value: Value) -> list[tuple[int, bool]]:
+    def _parts(self, atoms: Atoms, dim: Dim, value: Value) -> list[tuple[int, bool]]:
         """Return the lengths of parts that have an atom, and of what is between them."""
         axes = self.axes
         factors = axes.factors(dim)
-        having = [k for k, axis in enumerate(factors) if atom in axes.atoms((axis,))]
+        having = [k for k, axis in enumerate(factors) if atoms & axes.atoms((axis,))]
         if not having:
             return [(axes.length(factors), False)]
         if len(having) > 1:
@@ -171,7 +229,7 @@ class Search:
             return [(axes.sizes[factors[at]] * inner, True)] * outer
         found: list[tuple[int, bool]] = []
         for segment in segments:
-            for length, has_it in self._parts(atom, segment.dim, value):
+            for length, has_it in self._parts(atoms, segment.dim, value):
                 if found and not has_it and not found[-1][1]:  # whole parts that are neighbours
                     found[-1] = (found[-1][0] + length * inner, False)
                 else:

@@ -31,8 +31,11 @@ class Whole:
 class Candidate:
     """One axis that a model's parameters may be sharded along, in every parameter at once.
 
+    Or several, where parameters pack them: [Note: axes behind each other].
+
     Attributes:
-        length: Elements along the axis: key-value heads, features, rows, experts.
+        length: Elements along the axis: key-value heads, features, rows, experts. Of several
+            axes their greatest common divisor.
         kind: ``"vocabulary"`` is an axis that is looked up, or that the model returns: the
             output of its ``entries`` is to be gathered. ``"experts"`` leaves everything but
             the experts' own parameters whole.
@@ -50,6 +53,7 @@ class Candidate:
         flops: Of the forward, of the operators that the axis is part of.
         communicated_bytes: Of the activations that are summed, or gathered, in the forward.
         sharded_numel: Elements of the parameters, tied ones once.
+        whole_numel: Those of them that forward reads whole.
         tensors: Indices of the forward's tensors that the axis changes.
     """
 
@@ -68,6 +72,7 @@ class Candidate:
     flops: int
     communicated_bytes: int
     sharded_numel: int
+    whole_numel: int = 0
     tensors: frozenset[int] = field(default=frozenset(), repr=False)
 
 

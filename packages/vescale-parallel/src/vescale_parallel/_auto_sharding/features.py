@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
+from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._trace.axes import Flow, RefusedError, Value, follow, is_within
 
-from .axis_search import Search
+from .axis_search import Atoms, Search
 from .candidate import Candidate
 
 
-def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
-    """Return the candidate along an axis that parameters begin and end."""
+def features(search: Search, atoms: Atoms, owners: list[Value]) -> Candidate:
+    """Return the candidate along axes that parameters begin and end."""
     slices: dict[tuple[str, str], tuple[Placement, ...]] = {}
-    for obstacle in search.obstacles.get(atom, ()):
-        sliced = search.sliced(atom, obstacle.buffer, owners) if obstacle.buffer else None
+    for obstacle in (each for atom in sorted(atoms) for each in search.obstacles.get(atom, ())):
+        sliced = search.sliced(atoms, obstacle.buffer, owners) if obstacle.buffer else None
         if sliced is not None:
             slices |= sliced
             continue
         where = f" in {obstacle.module!r}" if obstacle.module else ""
         raise RefusedError(f"{obstacle.why}{where}", needed_in=obstacle.module)
-    search.check_length(search.axes.sizes[atom])
-    parameters, reads = search.placements(atom, owners)
-    flow = follow(search.graph, atom)
+    length = math.gcd(*(search.axes.sizes[atom] for atom in atoms))
+    search.check_length(length)
+    parameters, reads = search.placements(atoms, owners)
+    flow = follow(search.graph, atoms)
     if flow.cut & search.graph.returned:
         raise RefusedError("the model returns this dimension, and what it returns is whole")
     exits = set(flow.partial.values())
@@ -36,7 +38,7 @@ def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
             "no later layer reduces over this dimension, so the two could not be sharded as a pair"
         )
     return Candidate(
-        length=search.axes.sizes[atom],
+        length=length,
         kind="features",
         parameters=parameters,
         entries=tuple(sorted(flow.entries)),
@@ -45,15 +47,35 @@ def features(search: Search, atom: int, owners: list[Value]) -> Candidate:
         replicated=search.tied(flow.replicated),
         biases=search.tied(flow.biases),
         reads={**reads, **slices},
-        flops=_flops(search, atom, flow),
+        flops=_flops(search, atoms, flow),
         communicated_bytes=_leaving(search, flow),
         sharded_numel=sum(math.prod(value.shape) for value in owners),
+        whole_numel=sum(
+            _numel_whole(search, parameters, name, each) for name, each in reads.items()
+        ),
         tensors=frozenset({*flow.cut, *flow.partial}),
     )
 
 
-def _flops(search: Search, atom: int, flow: Flow) -> int:
-    indices = search.graph.steps(flow.cut) | search.graph.contracts[atom]
+def _numel_whole(
+    search: Search,
+    parameters: Mapping[str, Placement],
+    name: tuple[str, str],
+    read: Sequence[Placement],
+) -> int:
+    """Return how many elements of a parameter forward reads whole."""
+    fqn = ".".join(name)
+    value, placement = search.trace.parameters[fqn], parameters[fqn]
+    assert isinstance(placement, InterleavedShard)
+    length = value.shape[placement.dim]
+    pairs = zip(placement.lengths(length), read, strict=True)
+    whole = sum(part for part, each in pairs if each == Replicate())
+    return math.prod(value.shape) // length * whole
+
+
+def _flops(search: Search, atoms: Atoms, flow: Flow) -> int:
+    indices = search.graph.steps(flow.cut)
+    indices |= {index for atom in atoms for index in search.graph.contracts[atom]}
     return sum(search.trace.steps[index].flops for index in indices)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import nn
 
 from vescale_parallel._model.blocks import block_stacks
-from vescale_parallel._trace.axes import Graph, RefusedError, Trace, infer_axes
+from vescale_parallel._trace.axes import Graph, RefusedError, Trace, Value, infer_axes
 
-from .axis_search import Search
+from .axis_search import Atoms, Search
 from .candidate import Candidate as Candidate, Candidates as Candidates, Whole
 from .experts import experts
 from .features import features, gathered
@@ -58,31 +58,51 @@ def find_candidates(
 
 
 def _axis_cuts(search: Search, blocks: Collection[str]) -> Iterable[Candidate]:
-    for atom, owners in search.owners().items():
+    owners = search.owners()
+    for atom, values in owners.items():
         try:
-            yield _axis_cut(search, atom, blocks)
+            yield _axis_cut(search, frozenset((atom,)), blocks)
         except RefusedError as refused:
-            search.reject(atom, owners, str(refused))
+            search.reject(atom, values, str(refused))
+    tried: dict[Atoms, Candidate | None] = {}
+    for atom in owners:
+        for atoms in search.together(atom, owners):
+            if len(atoms) > 1 and _joint_cut(search, atoms, blocks, tried) is not None:
+                break
+    yield from filter(None, tried.values())
 
 
-def _axis_cut(search: Search, atom: int, blocks: Collection[str]) -> Candidate:
-    """Return the candidate along an axis, gathered around norms over it in the same block.
+def _joint_cut(
+    search: Search, atoms: Atoms, blocks: Collection[str], tried: dict[Atoms, Candidate | None]
+) -> Candidate | None:
+    """Return the candidate along several axes, None if there is none; each is tried once."""
+    if atoms not in tried:
+        try:
+            tried[atoms] = _axis_cut(search, atoms, blocks)
+        except RefusedError:
+            tried[atoms] = None
+    return tried[atoms]
+
+
+def _axis_cut(search: Search, atoms: Atoms, blocks: Collection[str]) -> Candidate:
+    """Return the candidate along axes, gathered around norms over them in the same block.
 
     Raises:
-        RefusedError: If it cannot be cut, with what was found first.
+        RefusedError: If they cannot be cut, with what was found first.
     """
     whole, first = dict[str, Whole](), None
     while True:
-        owners = search.owners().get(atom, [])
+        having = search.owners()
+        owners = list(dict.fromkeys(v for atom in sorted(atoms) for v in having.get(atom, [])))
         try:
-            found = vocabulary(search, atom, owners) or features(search, atom, owners)
+            found = _along(search, atoms, owners)
         except RefusedError as refused:
             first = first or refused
             module = refused.needed_in
             names = [fqn for value in owners for fqn in search.names[value.index]]
             reduced = None
             if module and are_in_one([module, *names], blocks):
-                reduced = called_whole(search, atom, module)
+                reduced = called_whole(search, atoms, module)
             if module is None or reduced is None:
                 raise first from None
             search, whole[module] = reduced
@@ -90,12 +110,17 @@ def _axis_cut(search: Search, atom: int, blocks: Collection[str]) -> Candidate:
             return replace(found, whole=whole)
 
 
-def _worth(cut: Candidate) -> tuple[bool, bool, float, int]:
+def _along(search: Search, atoms: Atoms, owners: list[Value]) -> Candidate:
+    rows = vocabulary(search, next(iter(atoms)), owners) if len(atoms) == 1 else None
+    return rows or features(search, atoms, owners)
+
+
+def _worth(cut: Candidate) -> tuple[bool, int, float, int]:
     # Not counting what is gathered around norms: without that more would stay whole.
     per_byte = cut.flops / cut.communicated_bytes if cut.communicated_bytes else math.inf
     # Whole experts to each rank are for ranks of expert parallelism, which send tokens.
     # Nor what forward would have to read whole of what another candidate shards.
-    return cut.kind != "experts", not cut.reads, per_byte, cut.sharded_numel
+    return cut.kind != "experts", -cut.whole_numel, per_byte, cut.sharded_numel
 
 
 def _conflict(one: Candidate, other: Candidate) -> bool:

@@ -26,7 +26,13 @@ from vescale_parallel._verify.equivalence import CheckResult
 
 from .candidate import Group, Kept
 from .region_options import attribute_options, border_options
-from .sequence_options import around_whole_layers, by_holder, names_below, sequence_borders
+from .sequence_options import (
+    around_whole_layers,
+    by_holder,
+    names_below,
+    sequence_borders,
+    summed_arguments,
+)
 from .subject import Subject
 
 # Combinations of borders that are tried for sequence parallelism.
@@ -251,7 +257,8 @@ def _in_sequence(subject: Subject, kept: Kept) -> dict[str, str]:
     Of each group of layers there are a few places where its collectives can go, and which are
     right depends on those of the others: a norm between two groups sees what both agree on. So
     combinations are tried, likeliest first, and the first one that computes what one device does
-    is taken. Only then are layers that stay whole surrounded by all-gathers, which cost more.
+    is taken. Only then are gradients of what blocks get beside the sequence summed, and layers
+    that stay whole surrounded by all-gathers, which cost more.
     """
     model = subject.model
     stacks = [
@@ -277,7 +284,10 @@ def _in_sequence(subject: Subject, kept: Kept) -> dict[str, str]:
             base |= plan  # outside of blocks activations are whole
     options = [list(sequence_borders(model, together)) for together in by_holder(model, inside)]
     why = ""
-    for around in ({}, around_whole_layers(model, stacks, kept)):
+    whole = around_whole_layers(model, stacks, kept)
+    given = summed_arguments(model, stacks, subject.runs.blocks())
+    ways = ({}, given, whole, given | whole)
+    for around in (way for index, way in enumerate(ways) if way not in ways[:index]):
         for chosen in itertools.islice(itertools.product(*options), _MAX_TRIES):
             plan = base | around
             for part in chosen:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -102,7 +102,9 @@ def attribute_options(model: nn.Module, group: Group, size: int) -> list[dict[st
     if not holders:
         return [{}]
     widths, lengths = _widths(model, group), _lengths_read(model, group, holder)
-    own, held = _Countable(widths, size, lengths), _Countable(widths, size, lengths)
+    packing = [p for p, each in group.parameters.items() if isinstance(each, InterleavedShard)]
+    packed = _lengths_of(model, group, holder, packing)
+    own, held = (_Countable(widths, size, lengths, packed) for _ in range(2))
     ratios: set[str] = set()
     for fqn, module in model.get_submodule(holders[0]).named_modules():
         if linear_kind(module) is not None:
@@ -145,15 +147,17 @@ def _names(model: nn.Module) -> list[str]:
 def _holders(model: nn.Module, group: Group, holder: str) -> list[str]:
     """Return the modules that hold a group's layers, of which there is a pattern.
 
-    Others that the pattern matches hold other layers, where blocks of several kinds alternate.
+    Others that the pattern matches hold other layers, where blocks of several kinds alternate. Not
+    all hold each of the layers: the last block of two streams of tokens ends one of them.
     """
     names, depth = _names(model), holder.count(".") + 1
-    held = [
-        {".".join(fqn.split(".")[:depth]) for fqn in matching(pattern, names)}
-        for pattern in (*group.entries, *group.exits)
+    ends = [
+        {".".join(fqn.split(".")[:depth]) for each in patterns for fqn in matching(each, names)}
+        for patterns in (group.entries, group.exits)
+        if patterns
     ]
     found = matching(holder, names) if holder else []
-    return [fqn for fqn in found if all(fqn in each for each in held)]
+    return [fqn for fqn in found if all(fqn in each for each in ends)]
 
 
 # What their values may equal by chance, and counts no features.
@@ -168,18 +172,23 @@ def _counts_heads(name: str) -> bool:
 class _Countable:
     """Integers that may count what is sharded: heads and groups by name, widths by their value.
 
-    ``lengths`` are of parameters of which some parts are read whole.
+    ``lengths`` are of parameters of which some parts are read whole, ``packed`` of all that pack
+    parts.
     """
 
-    def __init__(self, widths: set[int], size: int, lengths: Mapping[str, int]) -> None:
+    def __init__(
+        self, widths: set[int], size: int, lengths: Mapping[str, int], packed: Mapping[str, int]
+    ) -> None:
         self._widths, self._size = widths, size
-        self._lengths = lengths
+        self._lengths, self._packed = lengths, packed
         self._heads: list[tuple[str, str]] = []
         self._sizes: list[tuple[str, str]] = []
         self._groups: list[tuple[str, str]] = []
 
     def add(self, module: str, path: str, value: object) -> None:
         """Take an integer of a module, dotted if another object that the module holds has it."""
+        if isinstance(value, list | tuple):
+            self._add_parts(module, path, value)
         if type(value) is not int or value <= 0 or value % self._size:
             return
         name = path.rpartition(".")[2]
@@ -188,18 +197,20 @@ class _Countable:
         is_of_one = (of_heads and "dim" in name) or ("group" in name and is_length)
         if value in self._widths and not (is_of_one or any(n in name for n in _NO_WIDTHS)):
             self._sizes.append(mark)
-        elif (read := self._read_below(module, value)) and not is_of_one:
+        elif (read := _as_long_below(module, value, self._lengths)) and not is_of_one:
             self._sizes.append((mark[0], f"Shard(0) of {read}"))
         elif of_heads and not is_length:
             self._heads.append(mark)
         elif "groups" in name and not is_length:
             self._groups.append(mark)
 
-    def _read_below(self, module: str, value: int) -> str:
-        """Return a parameter as long as an integer, by its name from a module; "" if none is."""
-        start = f"{module}." if module else ""
-        names = (n for n, length in self._lengths.items() if length == value)
-        return next((n.removeprefix(start) for n in names if n.startswith(start)), "")
+    def _add_parts(self, module: str, path: str, values: Sequence[object]) -> None:
+        """Take the lengths in which code splits what a packed parameter makes."""
+        lengths = [each for each in values if type(each) is int]
+        if lengths and len(lengths) == len(values):
+            packed = _as_long_below(module, sum(lengths), self._packed)
+            if packed:
+                self._sizes.append((f"{module}.<attr:{path}>", f"Shard(0) of {packed}"))
 
     def options(self) -> list[list[tuple[str, str]]]:
         heads, sizes = self._heads, self._sizes
@@ -209,12 +220,24 @@ class _Countable:
         return grouped + options if self._lengths else options + grouped
 
 
+def _as_long_below(module: str, value: int, lengths: Mapping[str, int]) -> str:
+    """Return a parameter as long as an integer, by its name from a module; "" if none is."""
+    start = f"{module}." if module else ""
+    names = (n for n, length in lengths.items() if length == value)
+    return next((n.removeprefix(start) for n in names if n.startswith(start)), "")
+
+
 def _lengths_read(model: nn.Module, group: Group, holder: str) -> dict[str, int]:
     """Return the lengths of parameters of which parts are read whole, by names from a module."""
+    return _lengths_of(model, group, holder, [f"{fqn}.{name}" for fqn, name in group.reads])
+
+
+def _lengths_of(
+    model: nn.Module, group: Group, holder: str, patterns: Iterable[str]
+) -> dict[str, int]:
     names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, int] = {}
-    for module, name in group.reads:
-        pattern = f"{module}.{name}"
+    for pattern in patterns:
         dim = getattr(group.parameters.get(pattern), "dim", 0)
         for fqn in matching(pattern, names)[:1]:
             found[pattern.removeprefix(f"{holder}.")] = model.get_parameter(fqn).shape[dim]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from vescale_parallel._model.fqns import generalize_first
+from vescale_parallel._trace.dry_run import ModuleCall
 
 from .candidate import Group, Kept
 from .region_options import entrances, holder_of, is_linear
@@ -29,6 +31,26 @@ def around_whole_layers(
             if not is_cut and any(p.dim() > 1 for p in child.parameters()):
                 marks[f"{pattern}.<in>"] = "Shard(1) -> Replicate()"
                 marks[f"{pattern}.<out>"] = "Replicate() -> Shard(1)"
+    return marks
+
+
+def summed_arguments(
+    model: nn.Module, stacks: Sequence[Sequence[str]], calls: Mapping[str, ModuleCall]
+) -> dict[str, str]:
+    """Return marks that sum the gradients of what blocks get whole beside the sequence.
+
+    Shifts, scales and gates that are made of a time step, as diffusion transformers have them:
+    each rank applies them to its own positions. What attention reads enters there.
+    """
+    marks: dict[str, str] = {}
+    for block in (fqn for stack in stacks for fqn in stack if fqn in calls):
+        names = list(inspect.signature(model.get_submodule(block).forward).parameters)
+        call = calls[block]
+        given = [*zip(names, call.args, strict=False), *call.kwargs.items()]
+        floats = [n for n, x in given if isinstance(x, Tensor) and x.is_floating_point()]
+        for name in floats[1:]:
+            if name in names and not (name.endswith("states") or name in ("key", "value")):
+                marks[f"{generalize_first(block)}.<enter:{name}>"] = "Replicate()"
     return marks
 
 

@@ -36,7 +36,7 @@ def vocabulary(search: Search, atom: int, owners: list[Value]) -> Candidate | No
     if not all(part_sizes(search.axes.sizes[atom], search.size)):
         raise RefusedError(f"has too few rows, {search.axes.sizes[atom]}, for {search.size} ranks")
     outputs = [value for step in (*looked_up, *scores) for value in step.outputs]
-    parameters, reads = search.placements(atom, owners)
+    parameters, reads = search.placements(frozenset((atom,)), owners)
     if reads:
         raise RefusedError("is in some segments only of a table")
     return Candidate(

@@ -7,11 +7,11 @@ from collections.abc import Collection
 
 from vescale_parallel._trace.axes import Graph, Step, Trace, Value, is_within
 
-from .axis_search import Search
+from .axis_search import Atoms, Search
 from .candidate import Whole
 
 
-def called_whole(search: Search, atom: int, module: str) -> tuple[Search, Whole] | None:
+def called_whole(search: Search, atoms: Atoms, module: str) -> tuple[Search, Whole] | None:
     """Return a search in which a module hands on an axis that it needs all of.
 
     The module gets tensors with the axis, of one shape, returns one of the same shape, and
@@ -23,18 +23,18 @@ def called_whole(search: Search, atom: int, module: str) -> tuple[Search, Whole]
     """
     trace = search.trace
     steps = [step for step in trace.steps if is_within(step.module, module)]
-    ends = _ends(search, atom, module, steps)
+    ends = _ends(search, atoms, module, steps)
     if ends is None or any(step.flops for step in steps):
         return None
     entering, leaving = ends
-    dims = [d for d, dim in enumerate(leaving.dims) if atom in search.axes.atoms(dim)]
+    dims = [d for d, dim in enumerate(leaving.dims) if atoms & search.axes.atoms(dim)]
     if len(dims) != 1:
         return None
     for value in entering:
-        same = [d for d, dim in enumerate(value.dims) if atom in search.axes.atoms(dim)]
+        same = [d for d, dim in enumerate(value.dims) if atoms & search.axes.atoms(dim)]
         if dims != same or value.shape != leaving.shape:
             return None
-        if search.parts(atom, value.dims[dims[0]], value) != 1:
+        if search.parts(atoms, value.dims[dims[0]], value) != 1:
             return None
     as_one = Graph(_as_one(trace, module, entering, leaving))
     having = {value.index for value in entering}
@@ -48,13 +48,13 @@ def are_in_one(names: Collection[str], blocks: Collection[str]) -> bool:
 
 
 def _ends(
-    search: Search, atom: int, module: str, steps: list[Step]
+    search: Search, atoms: Atoms, module: str, steps: list[Step]
 ) -> tuple[list[Value], Value] | None:
     """Return the tensors with an axis that steps read, and the one that they leave."""
     made = {value.index: value for step in steps for value in step.outputs}
     read = {value.index: value for step in steps for value in step.inputs}
     inside = {step.index for step in steps}
-    carriers = search.graph.carriers[atom]
+    carriers = {index for atom in atoms for index in search.graph.carriers[atom]}
     entering = [
         value
         for index, value in read.items()

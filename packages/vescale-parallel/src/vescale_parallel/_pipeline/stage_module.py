@@ -27,7 +27,9 @@ from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.inputs import refuse_shut_output
 from vescale_parallel._model.kept_outside import filled_error
 from vescale_parallel._parameters.compute_dtypes import compute_dtypes
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import is_in_backward, pytree
+from vescale_parallel._verify.rank_dry_run import take_first_part
 
 from .cuts.forms import form_of
 from .cuts.outline import Argument, Outline, outline_of
@@ -56,7 +58,8 @@ class Staging:
     around the blocks. ``alike`` has one copy of blocks that :func:`form_of` says are alike, where
     that is good enough: where stages are tried, not where they train. ``enters`` is told of a
     stage's first block and what it is called with, before that is replaced by what the stage
-    before sent. ``blocks`` are the names of blocks in the order of their calls.
+    before sent. ``blocks`` are the names of blocks in the order of their calls. ``sharding`` is
+    how tensor-parallel ranks share the model.
     """
 
     run: StageRun | None = None
@@ -65,6 +68,7 @@ class Staging:
     alike: dict[object, nn.Module] | None = None
     enters: Callable[[str, Sequence[Any]], None] = lambda fqn, leaves: None
     blocks: Sequence[str] = ()
+    sharding: TensorSharding | None = None
 
     def skeleton_of(
         self, module: nn.Module, fqn: str, param_dtype: torch.dtype | None
@@ -273,10 +277,31 @@ def _outline(
     key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
     outline = role.staging.outlines.get(key)
     if outline is None:
-        outline = outline_of(role.skeleton, role.fqn, args, kwargs)
+        outline = _seen(role, args, kwargs)
         refuse_shut_output(role.fqn, outline.output, "pipeline_parallel")
         role.staging.outlines[key] = outline
     return outline, tensors
+
+
+def _seen(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:
+    """Run a module's copy for its shapes: whole, else as the part of a tensor-parallel rank.
+
+    A parameter that blocks share (frequencies of each head) is a rank's part of it in what they
+    are called with, which the whole block does not run on.
+    """
+    try:
+        return outline_of(role.skeleton, role.fqn, args, kwargs)
+    except ValueError:
+        sharding = role.staging.sharding
+        if sharding is None or sharding.size == 1:
+            raise
+        part = _skeleton(role.skeleton, None)
+        take_first_part(part, sharding, role.fqn)
+        try:
+            return outline_of(part, role.fqn, args, kwargs)
+        except ValueError:
+            pass  # what is wrong with the whole one is said in the names of the model
+        raise
 
 
 def compute_nothing(model: nn.Module) -> None:

@@ -56,7 +56,8 @@ class ReadParts:
 
     Attributes:
         placement: Of the parameter.
-        parts: Of each of its parts, as forward reads it: sharded, or replicated.
+        parts: Of each of its parts, as forward reads it: sharded, or replicated. Empty if all are
+            sharded.
     """
 
     placement: Placement
@@ -72,6 +73,8 @@ class ReadParts:
     def read_lengths(self, total: int, size: int) -> list[int]:
         """Return the lengths of the parts that forward reads on a rank."""
         local = self.local_lengths(total, size)
+        if not self.parts:
+            return local
         pairs = zip(local, self.parts, strict=True)
         return [length * size if each == Replicate() else length for length, each in pairs]
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +28,9 @@ from .chunks import part_sizes
 from .replaced_parameters import ReadParts
 from .sharding_spec import ShardingSpec, parts_of
 from .tensor_sharding import TensorSharding
+
+# What an attribute counts: an integer, or the lengths of parts behind each other.
+Counted = int | list[int] | tuple[int, ...]
 
 
 def cut_parameters(
@@ -177,9 +181,9 @@ def _counts(
     spec: ShardingSpec,
     placements: Mapping[str, Placement],
     size: int,
-) -> dict[tuple[str, str], int]:
+) -> dict[tuple[str, str], Counted]:
     """Return what integers that a plan names are on a rank."""
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str], Counted] = {}
     parts_read = {f"{fqn}.{name}": parts for (fqn, name), parts in spec.read_parts.items()}
     for (fqn, attribute), counted in sorted(spec.attributes.items(), key=lambda item: item[0]):
         if fqn not in modules:
@@ -189,6 +193,12 @@ def _counts(
             found[fqn, attribute] = _divided(modules[fqn], fqn, attribute, parts)
             continue
         name = f"{fqn}.{counted}"
+        several = _integers(modules[fqn], attribute)
+        if several is not None:
+            placement = placements.get(name, Replicate())
+            read = ReadParts(placement, parts_read.get(name, ()))
+            found[fqn, attribute] = _lengths_read(several, fqn, attribute, read, size)
+            continue
         if name not in parts_read:
             raise ValueError(
                 f"tensor_parallel.sharding_plan: {fqn}.{attribute} is said to be as long as what "
@@ -225,7 +235,34 @@ def _length_read(module: nn.Module, fqn: str, attribute: str, read: ReadParts, s
     return sum(read.read_lengths(value // size, size))
 
 
-def _replace(module: nn.Module, attribute: str, value: int) -> None:
+def _lengths_read(
+    several: list[int] | tuple[int, ...], fqn: str, attribute: str, read: ReadParts, size: int
+) -> list[int] | tuple[int, ...]:
+    """Return the lengths in which a rank's code splits what a packed parameter makes."""
+    total, parts = sum(several), parts_of(read.placement)
+    whole = parts if isinstance(parts, tuple) else (total // parts,) * parts
+    own = read.read_lengths(total // size, size)
+    places = [_place_on_rank(at, whole, own) for at in itertools.accumulate(several, initial=0)]
+    found = [b - a for a, b in itertools.pairwise(p for p in places if p is not None)]
+    if read.placement == Replicate() or sum(whole) != total or None in places:
+        raise ValueError(
+            f"tensor_parallel.sharding_plan: expected {fqn}.{attribute} to be the lengths of "
+            f"parts {parts} of what is sharded, got {several!r}; leave it out"
+        )
+    return found if isinstance(several, list) else tuple(found)
+
+
+def _place_on_rank(at: int, whole: Sequence[int], own: Sequence[int]) -> int | None:
+    """Return where on a rank an element is; None within a part that is sharded."""
+    start = place = 0
+    for length, here in zip(whole, own, strict=True):
+        if at < start + length:
+            return place + at - start if at == start or here == length else None
+        start, place = start + length, place + here
+    return place
+
+
+def _replace(module: nn.Module, attribute: str, value: Counted) -> None:
     """Set an integer that a module reads, its own or one of an object that it holds.
 
     A configuration that many modules hold is copied for this one, so that the others read what
@@ -249,8 +286,19 @@ def _set(holder: Any, name: str, value: Any) -> None:
 
 def _integer(module: nn.Module, attribute: str) -> int | None:
     """Return the integer that an attribute is, dotted if another object holds it; or None."""
+    value = _value(module, attribute)
+    return value if isinstance(value, int) else None
+
+
+def _integers(module: nn.Module, attribute: str) -> list[int] | tuple[int, ...] | None:
+    """Return the list of integers that an attribute is, or None."""
+    value = _value(module, attribute)
+    is_list = isinstance(value, list | tuple) and all(isinstance(each, int) for each in value)
+    return value if is_list else None
+
+
+def _value(module: nn.Module, attribute: str) -> Any:
     try:
-        value = attrgetter(attribute)(module)
+        return attrgetter(attribute)(module)
     except AttributeError:
         return None
-    return value if isinstance(value, int) else None

@@ -110,16 +110,11 @@ def parts_of(placement: Placement) -> Parts:
     return placement.parts if isinstance(placement, InterleavedShard) else 1
 
 
-def num_parts_of(placement: Placement) -> int:
-    """Return how many equal parts of a dim are sharded.
-
-    Raises:
-        ValueError: If the parts differ in length.
-    """
-    parts = parts_of(placement)
+def lengths_within(parts: Parts, length: int) -> list[int]:
+    """Return the lengths of parts of what is ``length`` long: a dim, a shard of it, or a chunk."""
     if isinstance(parts, tuple):
-        raise ValueError(f"expected parts of equal length, got {placement!r}")
-    return parts
+        return [part * length // sum(parts) for part in parts]
+    return [length // parts] * parts
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def dry_run_rank(
     """
 
     def shard(copied: nn.Module) -> None:
-        _take_first_part(copied, sharding)
+        take_first_part(copied, sharding)
 
     return dry_run(model, bind(model, opened(batch)), watched, shard, lambda _: listeners)
 
@@ -55,7 +55,7 @@ def draws_of_rank(
 
     def prepare(copied: nn.Module) -> None:
         if sharding is not None and sharding.size > 1:
-            _take_first_part(copied, sharding)
+            take_first_part(copied, sharding)
         notes.watch(copied.train() if training else copied)
 
     dry_run(model, given, (), prepare)
@@ -64,6 +64,7 @@ def draws_of_rank(
     return tuple(notes.draws)
 
 
-def _take_first_part(copied: nn.Module, sharding: TensorSharding) -> None:
-    cut_parameters(copied, sharding.placements, sharding.size, 0)
-    install(copied, sharding, Boundary(FakeRanks(sharding.size)))
+def take_first_part(copied: nn.Module, sharding: TensorSharding, fqn: str = "") -> None:
+    """Make a module, ``fqn`` in its model, that of the first of some ranks, in place."""
+    cut_parameters(copied, sharding.placements, sharding.size, 0, fqn)
+    install(copied, sharding, Boundary(FakeRanks(sharding.size)), prefix=fqn)

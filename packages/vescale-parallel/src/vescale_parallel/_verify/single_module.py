@@ -103,7 +103,10 @@ def _own_plan(
         for name in linears
         if f"{prefix}{name}.weight" in spec.parameters
     }
-    own |= {f"<attr:{name}>": Shard(0) for owner, name in spec.attributes if owner == fqn}
+    counted = {name: each for (owner, name), each in spec.attributes.items() if owner == fqn}
+    if any(each is not None for each in counted.values()):
+        return {}  # what they count is no placement; the first call is compared
+    own |= {f"<attr:{name}>": Shard(0) for name in counted}
     if fqn in spec.shaped:
         own["<shape>"] = spec.shaped[fqn]
     # A bias that is added to a part of the sequence has a partial gradient for that.

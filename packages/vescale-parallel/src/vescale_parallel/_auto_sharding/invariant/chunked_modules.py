@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.inputs import example_of, small_example
-from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
+from vescale_parallel._tensor_parallel.sharding_spec import Parts, parts_of
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.axes import Axes, Dim, Trace, Value, infer_axes, is_within
 from vescale_parallel._trace.fake_tensors import ObservationError
@@ -46,12 +46,14 @@ def _cut_atoms(trace: Trace, sharding: TensorSharding) -> frozenset[int]:
     for fqn, placement in sharding.placements.items():
         if isinstance(placement, Shard | InterleavedShard) and fqn in trace.parameters:
             dim = trace.parameters[fqn].dims[placement.dim]
-            found |= _leading(trace.axes, dim, num_parts_of(placement))
+            found |= _leading(trace.axes, dim, parts_of(placement))
     return found
 
 
-def _leading(axes: Axes, dim: Dim, parts: int) -> frozenset[int]:
-    """Return the major axis of each of the equal parts of a dim."""
+def _leading(axes: Axes, dim: Dim, parts: Parts) -> frozenset[int]:
+    """Return the major axis of each of the parts of a dim."""
+    if isinstance(parts, tuple):
+        return _leading_of_each(axes, dim)
     outer = 1
     for factor in axes.factors(dim):
         if outer == parts:
@@ -61,6 +63,15 @@ def _leading(axes: Axes, dim: Dim, parts: int) -> frozenset[int]:
             return frozenset[int]().union(*(_leading(axes, each.dim, 1) for each in segments))
         outer *= axes.sizes[factor]
     return frozenset()
+
+
+def _leading_of_each(axes: Axes, dim: Dim) -> frozenset[int]:
+    """Return the major axis of each of the parts of a dim that differ in length."""
+    factors = axes.factors(dim)
+    segments = next(filter(None, map(axes.segments, factors)), None)
+    if segments is None:
+        return axes.atoms(factors[:1])
+    return frozenset[int]().union(*(_leading_of_each(axes, each.dim) for each in segments))
 
 
 def _dim_of(trace: Trace, cut: frozenset[int], fqn: str) -> int | None:

@@ -14,7 +14,7 @@ from vescale_parallel._model.linear_layout import LinearKind
 from vescale_parallel._tensor_parallel.communicators import Ranks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.operators import Kind
-from vescale_parallel._tensor_parallel.sharding_spec import num_parts_of
+from vescale_parallel._tensor_parallel.sharding_spec import parts_of
 
 from .entrance import for_chunks
 from .placed import in_place_of_its_own
@@ -42,7 +42,7 @@ class InvariantBoundary(Boundary):
     def take_columns(
         self, module: nn.Module, fqn: str, kind: LinearKind, placement: Placement
     ) -> None:
-        cut = Cut(kind.out_dim, True, self.num_chunks, num_parts_of(placement))
+        cut = Cut(kind.out_dim, True, self.num_chunks, parts_of(placement))
         own = module.forward
 
         @functools.wraps(own)
@@ -66,7 +66,7 @@ class InvariantBoundary(Boundary):
     def take_rows(
         self, module: nn.Module, fqn: str, kind: LinearKind, placement: Placement
     ) -> None:
-        cut = Cut(kind.in_dim, False, self.num_chunks, num_parts_of(placement))
+        cut = Cut(kind.in_dim, False, self.num_chunks, parts_of(placement))
         own = module.forward
 
         @functools.wraps(own)

@@ -55,7 +55,7 @@ def check_chunks(model: nn.Module, sharding: TensorSharding, *, sequence: bool) 
     for fqn, name in spec.read_parts:
         raise _refusal(f"parts of {f'{fqn}.{name}'!r} are read whole, which are not in chunks")
     for (fqn, attribute), parts in spec.attributes.items():
-        if parts is not None:
+        if isinstance(parts, int):
             raise _refusal(f"{fqn}.{attribute} does not divide into {sharding.size} chunks")
     for fqn, placement in spec.left.items():
         is_known = linear_kind(model.get_submodule(fqn)) or isinstance(
@@ -84,10 +84,9 @@ def _check_parameter(model: nn.Module, fqn: str, placement: Placement, chunks: i
             f"{fqn!r} is sharded and of a {type(owner).__name__}; linear layers and embeddings "
             "are computed in chunks"
         )
-    if isinstance(parts := parts_of(placement), tuple):
-        raise _refusal(f"{fqn!r} packs parts of several lengths, {parts}, which are not in chunks")
-    length, unit = owner.get_parameter(name).shape[placement.dim], chunks * parts
-    if length % unit:
+    length, parts = owner.get_parameter(name).shape[placement.dim], parts_of(placement)
+    # Of several lengths each is a multiple: the plan is one of as many ranks as there are chunks.
+    if isinstance(parts, int) and length % (unit := chunks * parts):
         raise _refusal(
             f"dim {placement.dim} of {fqn!r} has size {length} and needs a multiple of {unit}"
         )

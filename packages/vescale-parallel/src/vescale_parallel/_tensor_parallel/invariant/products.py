@@ -1,9 +1,10 @@
 """Products of linear layers, chunk by chunk.
 
 The weight of a column-wise layer is cut along output features, that of a row-wise layer along
-input features. ``parts`` are the equal parts of that dim that are cut one by one (3 for fused
-query, key and value). Every product gets contiguous matrices that begin at a multiple of 64
-bytes: their shapes, and nothing else, then decide in which order a kernel adds.
+input features. ``parts`` are the parts of that dim that are cut one by one: their number (3 for
+fused query, key and value), or their lengths where they differ. Every product gets contiguous
+matrices that begin at a multiple of 64 bytes: their shapes, and nothing else, then decide in which
+order a kernel adds.
 
 Shapes: x (T, K), output (T, N); weight (N, K), or (K, N) where the input comes first.
 """
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from vescale_parallel._tensor_parallel.sharding_spec import Parts, lengths_within
 
 from .placed import begins_alike, placed
 from .tree import tree_sum
@@ -36,7 +39,7 @@ class Cut:
     dim: int
     is_out: bool
     num_chunks: int
-    parts: int
+    parts: Parts
 
     def features(self, x: Tensor) -> list[Tensor]:
         """Return the chunks of the last dim of a matrix, that is the cut features."""
@@ -51,6 +54,9 @@ class Cut:
         """Put chunks along ``dim`` of matrices, or of vectors, together."""
         if self.parts == 1:
             return torch.cat(list(chunks), dim) if len(chunks) > 1 else chunks[0]
+        if isinstance(self.parts, tuple):
+            apart = [chunk.split(self._lengths(chunk.shape[dim]), dim) for chunk in chunks]
+            return torch.cat([each for part in zip(*apart, strict=True) for each in part], dim)
         split = [chunk.unflatten(dim, (self.parts, -1)) for chunk in chunks]
         return torch.cat(split, dim + 1).flatten(dim, dim + 1)
 
@@ -74,11 +80,19 @@ class Cut:
     def _is_out_first(self) -> bool:
         return self.is_out == (self.dim == 0)
 
+    def _lengths(self, length: int) -> list[int]:
+        """Return the lengths of parts that are ``length`` long together, here or in a chunk."""
+        return lengths_within(self.parts, length)
+
     def _chunks(self, x: Tensor, dim: int) -> list[Tensor]:
         if self.num_chunks == 1:
             return [placed(x)]
         if self.parts == 1:
             return list(map(placed, x.chunk(self.num_chunks, dim)))
+        if isinstance(self.parts, tuple):
+            apart = x.split(self._lengths(x.shape[dim]), dim)
+            pieces = [part.chunk(self.num_chunks, dim) for part in apart]
+            return [placed(torch.cat(each, dim)) for each in zip(*pieces, strict=True)]
         split = x.unflatten(dim, (self.parts, self.num_chunks, -1))
         return [placed(each.flatten(dim, dim + 1)) for each in split.unbind(dim + 1)]
 

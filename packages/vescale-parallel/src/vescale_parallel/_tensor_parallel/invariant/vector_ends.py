@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vescale_parallel._tensor_parallel.sharding_spec import Parts, lengths_within
+
 # Two vectors of the longest registers there are: kernels step so far.
 _STEP_NBYTES = 128
 
 
-def check_ends(y: Tensor, num_chunks: int, parts: int, fqn: str) -> None:
+def check_ends(y: Tensor, num_chunks: int, parts: Parts, fqn: str) -> None:
     """Raise if ranks would compute other elements of a layer's output one by one.
 
     Raises:
@@ -30,11 +32,12 @@ def check_ends(y: Tensor, num_chunks: int, parts: int, fqn: str) -> None:
             "set OMP_NUM_THREADS=1"
         )
     # Of parts that are cut one by one a program takes views, whose rows are vectors by themselves.
-    length = y.shape[-1] // (num_chunks * parts)
-    run = length if parts > 1 else y.numel() // num_chunks
     step = _STEP_NBYTES // y.itemsize
-    if run % step:
-        what = "its output features in a chunk" if parts > 1 else "elements of a chunk"
+    for length in dict.fromkeys(lengths_within(parts, y.shape[-1] // num_chunks)):
+        run = length if parts != 1 else y.numel() // num_chunks
+        if not run % step:
+            continue
+        what = "its output features in a chunk" if parts != 1 else "elements of a chunk"
         raise ValueError(
             f"numerics 'invariant': on the CPU {what} must be a multiple of {step} for {y.dtype}, "
             f"or vectors end at other elements on other numbers of ranks: {fqn!r} has {run} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 # Axes of one dimension, major to minor; their sizes multiply to its length. Empty is length 1.
@@ -33,6 +33,9 @@ class Sum:
     """An axis that is several behind each other: it was sliced, or concatenated."""
 
     segments: tuple[Segment, ...]
+
+
+_NONE = Segment(1, ())
 
 
 @dataclass
@@ -97,6 +100,14 @@ class Axes:
                     known = frozenset((root,))
             self._atoms[axis] = known
         return known
+
+    def covers(self, atoms: Collection[int], dim: Iterable[int]) -> bool:
+        """Whether every element of a dimension is along one of several atoms."""
+        return any(
+            axis in atoms
+            or all(self.covers(atoms, s.dim) for s in self.segments(axis) or (_NONE,))
+            for axis in self.factors(dim)
+        )
 
     def length(self, dim: Iterable[int]) -> int:
         return math.prod(self.sizes[axis] for axis in dim)

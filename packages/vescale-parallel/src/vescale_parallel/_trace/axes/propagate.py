@@ -6,21 +6,21 @@ See [Note: whole, cut, partial value].
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from .flow import Flow, Graph, RefusedError, is_partial, where
 from .gradients import follow_gradients
 from .graph import Step, Value
 
 
-def follow(graph: Graph, atom: int) -> Flow:
-    """Follow one cut axis through the forward and back.
+def follow(graph: Graph, atoms: Collection[int]) -> Flow:
+    """Follow axes that are cut together through the forward and back.
 
     Raises:
-        RefusedError: If it cannot be cut.
+        RefusedError: If they cannot be cut.
     """
-    flow = Flow(cut=graph.carriers[atom])
-    _forward(graph, atom, flow)
+    flow = Flow(cut=set[int]().union(*(graph.carriers[atom] for atom in atoms)))
+    _forward(graph, atoms, flow)
     _check_biases(graph, flow)
     follow_gradients(graph, flow)
     return flow
@@ -43,7 +43,8 @@ def check_partial(graph: Graph, steps: Iterable[Step]) -> None:
             _spread(graph, flow, step, _pass_on(graph, flow, step, summed), waiting, seen)
 
 
-def _forward(graph: Graph, atom: int, flow: Flow) -> None:
+def _forward(graph: Graph, atoms: Collection[int], flow: Flow) -> None:
+    contracts = set[int]().union(*(graph.contracts[atom] for atom in atoms))
     waiting = sorted(graph.steps(flow.cut))
     seen = set(waiting)
     while waiting:
@@ -51,10 +52,11 @@ def _forward(graph: Graph, atom: int, flow: Flow) -> None:
         summed = [v for v in step.inputs if is_partial(flow, v, step)]
         if graph.is_dead(step):
             continue
-        if atom in graph.trace.axes.atoms(step.looked_up):
+        if graph.trace.axes.atoms(step.looked_up).intersection(atoms):
             raise RefusedError(f"is looked up by an index {where(step)}")
-        if step.index in graph.contracts[atom]:
+        if step.index in contracts:
             made_at = _contract(graph, flow, step, summed)
+            _check_contracted(graph, atoms, step)
         elif summed:
             made_at = _pass_on(graph, flow, step, summed)
         else:
@@ -98,6 +100,17 @@ def _contract(graph: Graph, flow: Flow, step: Step, summed: list[Value]) -> str:
         )
     _add_biases(graph, flow, step, [v for v in step.inputs if v.index not in flow.cut])
     return step.module
+
+
+def _check_contracted(graph: Graph, atoms: Collection[int], step: Step) -> None:
+    """Refuse a sum over a dimension of which ranks have some parts whole."""
+    axes = graph.trace.axes
+    for dim in step.contracted:
+        if axes.atoms(dim).intersection(atoms) and not axes.covers(atoms, dim):
+            raise RefusedError(
+                f"{step.operator} {where(step)} also reduces over what is behind this dimension, "
+                "which every rank has whole, so the sum over ranks would count it once a rank"
+            )
 
 
 def _is_weight(graph: Graph, value: Value) -> bool:
