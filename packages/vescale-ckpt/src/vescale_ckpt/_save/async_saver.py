@@ -225,7 +225,8 @@ class HostStaging:
             self._places = {}
             self._pieces = []
             self._pieces = [
-                torch.empty(length, dtype=torch.uint8, pin_memory=pin_memory) for length in lengths
+                torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+                for length in lengths
             ]
         places: dict[Any, torch.Tensor] = {}
         for (identity, source), (number, start) in zip(sources.items(), starts, strict=True):

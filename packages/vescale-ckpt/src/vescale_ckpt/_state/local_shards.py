@@ -110,7 +110,9 @@ def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
             f"tensor {key!r} of a lazy module has no shape yet; call the module once first"
         )
     if not isinstance(tensor, _DISTRIBUTED):
-        local = tensor.detach() if tensor.requires_grad else tensor
+        # A parameter of a class of its own that is detached is a plain tensor.
+        is_bare = not (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter))
+        local = tensor if is_bare else tensor.detach()
         dtype = _checked_dtype(key, local)
         return LocalShard(local.shape, dtype, local, _plain_layout(local.shape, rank == 0))
     local, spec = tensor.to_local(), spec_of(tensor)
