@@ -78,7 +78,8 @@ def load(
             values, and what such a key is called in ``state`` (``\1`` stands for the first
             group). The first that matches counts.
         cast: Whether to convert tensors whose dtype in ``state`` is another than in the
-            checkpoint. Floats never become integers, nor complex numbers real.
+            checkpoint. Floats never become integers, nor complex numbers real; an integer that
+            the given dtype lacks is an error.
         verify_first: Whether to check all that is going to be read before the first tensor
             changes.
         exchange: Whether a block of the files that several ranks need is read by one of them and
