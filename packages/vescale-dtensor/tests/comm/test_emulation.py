@@ -113,6 +113,14 @@ def _emulate_beside_a_group() -> None:
         pass
 
 
+def test_tensors_of_emulated_ranks_are_not_compiled() -> None:
+    with emulate(2):
+        x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), (Shard(0),))
+        with pytest.raises(Exception, match="cannot be given tensors of emulated ranks"):
+            torch.compile(lambda x: x * 2, backend="eager")(x)
+    torch._dynamo.reset()
+
+
 def test_what_shows_errors_is_as_it_was() -> None:
     before = sys.excepthook
     for _ in range(2):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
-from vescale_dtensor._comm.emulation import coordinate_of
+from vescale_dtensor._comm.emulation import RankTensor, coordinate_of
 from vescale_dtensor._comm.failures import announce_alone
 from vescale_dtensor._comm.functional import is_traced
 from vescale_dtensor._layout.boxes import LocalBox, local_boxes
@@ -273,6 +273,11 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return what a compiler takes this tensor apart into."""
+        if isinstance(self._local_tensor, RankTensor):
+            raise NotImplementedError(
+                "a compiled program cannot be given tensors of emulated ranks; run it without "
+                "torch.compile in emulate(), or on processes"
+            )
         if self._alias_of is not None and not is_traced(self._local_tensor):
             raise NotImplementedError(
                 f"a compiled program cannot be given {layout_of(self)}, which had to be gathered "
