@@ -68,8 +68,9 @@ def load(
             their state through ``load_state_dict()``; an object that implements
             :class:`StateTemplate` is asked for the tensors to fill.
         strict: Whether keys that only the checkpoint or only ``state`` has are an error, and
-            patterns that match nothing in the checkpoint; if not, a warning lists them. To read
-            a part of a checkpoint, the model without its optimizer for example, say so with
+            patterns that match nothing in the checkpoint; if not, a warning lists them. A tensor
+            that the checkpoint lacks but for a tied one is no error. To read a part of a
+            checkpoint, the model without its optimizer for example, say so with
             ``only=["model"]``: what else there is does not matter then.
         only: What of ``state`` to fill, as regular expressions for whole dotted keys; all that
             lies below a key that matches counts, so ``["model"]`` is the whole model. The rest
