@@ -258,3 +258,38 @@ def test_names_that_differ_by_a_wrapper_are_said_to(
         vescale_ckpt.save(tmp_path / "ckpt", {"model": saved})
         with pytest.raises(MismatchError, match=rf"only '{prefix}\.'.*differs.*model\.{prefix}"):
             vescale_ckpt.load(tmp_path / "ckpt", {"model": given})
+
+
+def test_a_default_device_is_for_the_tensors_of_the_program(tmp_path: Path) -> None:
+    model = _net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _train(model, optimizer, 1)
+    rows = torch.arange(12.0)
+    state = {"model": model, "optimizer": optimizer, "rng": vescale_ckpt.RngState()}
+    views = {"a": rows[:8], "b": rows[4:], "c": rows[:2].expand(3, 2)}
+    with torch.device("meta"), vescale_ckpt.AsyncSaver() as saver:
+        vescale_ckpt.save(tmp_path / "ckpt", {**state, "views": views})
+        saver.save(tmp_path / "async", {**state, "views": views})
+    expected = _train(model, optimizer, 1)
+    other = _net()
+    fresh = torch.optim.AdamW(other.parameters())
+    filled = torch.zeros(12)
+    given = {"model": other, "optimizer": fresh, "rng": vescale_ckpt.RngState()}
+    views = {"a": filled[:8], "b": filled[4:], "c": filled[:2].expand(3, 2)}
+    for name in ("ckpt", "async"):
+        with torch.device("meta"):
+            vescale_ckpt.load(tmp_path / name, {**given, "views": views})
+        assert torch.equal(filled, rows)
+        filled.zero_()
+        assert _train(other, fresh, 1) == expected
+
+
+def test_a_frozen_parameter_of_a_class_of_its_own_is_stored(tmp_path: Path) -> None:
+    class Named(torch.nn.Parameter):
+        pass
+
+    weight = Named(torch.arange(3.0), requires_grad=False)
+    vescale_ckpt.save(tmp_path / "ckpt", {"w": weight})
+    given = Named(torch.zeros(3), requires_grad=False)
+    vescale_ckpt.load(tmp_path / "ckpt", {"w": given})
+    assert torch.equal(given, weight)

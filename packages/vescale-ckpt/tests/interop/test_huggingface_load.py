@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+import vescale_ckpt
 from vescale_ckpt import CheckpointError, CorruptCheckpointError, MismatchError, load_safetensors
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
@@ -161,3 +163,35 @@ def test_what_is_no_module_is_refused_before_the_files_are_opened(tmp_path: Path
     given: Any = {"w": torch.zeros(2)}
     with pytest.raises(CheckpointError, match=r"to be an nn.Module, got dict.*import_safetensors"):
         load_safetensors(tmp_path, given)
+
+
+class TiedNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def load_tied(path: str) -> bool:
+    """Load weights of which some ranks have no row."""
+    mesh = init_device_mesh("cpu", (4,))
+    weight = distribute_tensor(torch.zeros(5, 3), mesh, (Shard(0),))
+    vescale_ckpt.load(path, {"model": {"embed.weight": weight, "head.weight": weight}})
+    own = torch.arange(15.0).view(5, 3).chunk(4)[dist.get_rank() :][:1]
+    return weight.to_local().equal(own[0] if own else torch.zeros(0, 3))
+
+
+def test_tied_weights_of_other_formats_are_found_under_one_name(
+    world4: World, tmp_path: Path
+) -> None:
+    weight = torch.arange(15.0).view(5, 3)
+    save_file({"embed.weight": weight}, tmp_path / "model.safetensors")
+    vescale_ckpt.import_safetensors(tmp_path, tmp_path / "ckpt")
+    model = TiedNet()
+    vescale_ckpt.load(tmp_path / "ckpt", {"model": model})
+    assert torch.equal(model.head.weight, weight)
+    assert all(world4.run(load_tied, str(tmp_path / "ckpt")))
+    model.head.weight = nn.Parameter(torch.zeros(5, 3))
+    with pytest.raises(MismatchError, match=r"missing in the checkpoint: model\.head\.weight"):
+        vescale_ckpt.load(tmp_path / "ckpt", {"model": model})

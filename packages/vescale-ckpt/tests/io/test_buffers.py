@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_ckpt import CheckpointError, load, save
 from vescale_ckpt._format.byte_ranges import Bytes
 from vescale_ckpt._io import buffer_pool as scratch, file_writer as stream
+from vescale_ckpt._io.thread_pool import parallel_for
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 from vescale_testing.memory import peak_nbytes
@@ -108,6 +110,40 @@ def test_after_a_failed_save_the_next_one_is_whole(
             save(tmp_path / "step-1", state)
     save(tmp_path / "step-2", state)
     assert torch.equal(load(tmp_path / "step-2", {"w": torch.zeros(9 << 20)})["w"], state["w"])
+
+
+class InterruptedAsItStarts(threading.Thread):
+    def start(self) -> None:
+        super().start()
+        raise KeyboardInterrupt
+
+
+def test_no_thread_goes_on_whose_start_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", InterruptedAsItStarts)
+        with pytest.raises(KeyboardInterrupt):
+            stream.Buffers()
+    for thread in threading.enumerate():
+        if thread.name == "vescale-ckpt-write":
+            thread.join(5)
+            assert not thread.is_alive()
+
+
+def test_no_thread_reads_on_behind_a_load_that_was_interrupted() -> None:
+    begun: list[int] = []
+    ended: list[int] = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        if number == 0:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        threading.Event().wait(0.1)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel_for(work, range(100))
+    assert sorted(begun) == sorted(ended)
+    assert len(begun) < 20
 
 
 INTERRUPTED = """

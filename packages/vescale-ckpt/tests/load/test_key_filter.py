@@ -217,6 +217,33 @@ def test_a_conversion_to_another_kind_is_refused(
         vescale_ckpt.load(tmp_path / "ckpt", {"w": torch.ones(2, dtype=here)}, cast=True)
 
 
+@pytest.mark.parametrize(
+    ("stored", "here"),
+    [
+        (torch.tensor([300, -2]), torch.int8),
+        (torch.tensor([3, -2]), torch.uint8),
+        (torch.tensor([3, 1 << 40]), torch.int32),
+        (torch.tensor([3, (1 << 64) - 1], dtype=torch.uint64), torch.int64),
+    ],
+)
+def test_integers_are_not_wrapped_around(
+    tmp_path: Path, stored: torch.Tensor, here: torch.dtype
+) -> None:
+    vescale_ckpt.save(tmp_path / "ckpt", {"net": {"ids": stored}, "w": torch.ones(2)})
+    given = {"net": {"ids": torch.zeros(2, dtype=here)}, "w": torch.zeros(2)}
+    with pytest.raises(MismatchError, match=r"'net\.ids': the checkpoint holds -?\d+ of torch\."):
+        vescale_ckpt.load(tmp_path / "ckpt", given, cast=True)
+
+
+def test_integers_that_fit_become_narrower(tmp_path: Path) -> None:
+    stored = torch.tensor([-128, 0, 127])
+    vescale_ckpt.save(tmp_path / "ckpt", {"ids": stored})
+    for dtype in (torch.int8, torch.int32, torch.float16, torch.complex64):
+        given = torch.zeros(3, dtype=dtype)
+        vescale_ckpt.load(tmp_path / "ckpt", {"ids": given}, cast=True)
+        assert torch.equal(given, stored.to(dtype))
+
+
 def load_part(path: str) -> bool:
     mesh = init_device_mesh("cpu", (2,))
     zeros = torch.zeros(4, 3, dtype=torch.float64)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import random
+import signal
 import subprocess
 import sys
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import vescale_ckpt
 from vescale_ckpt import AsyncSaver, CheckpointError
+from vescale_ckpt._io import file_writer
 from vescale_ckpt._save.async_saver import in_pieces
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
@@ -127,6 +130,38 @@ def test_memory_of_one_save_serves_the_next(tmp_path: Path) -> None:
             saver.save(tmp_path / "ckpt", {"w": torch.full((1000,), float(step))})
             addresses.add(saver._staging._pieces[0].data_ptr())  # pyright: ignore[reportPrivateUsage]
         assert len(addresses) == 1
+
+
+def test_an_interrupted_wait_is_no_end_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, gate, has_begun = file_writer._write, threading.Event(), threading.Event()
+
+    def write_late(descriptor: int, offset: int, view: memoryview) -> None:
+        if not has_begun.is_set():
+            has_begun.set()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        gate.wait()
+        write(descriptor, offset, view)
+
+    monkeypatch.setattr(file_writer, "_write", write_late)
+    weight = torch.ones(3 << 20)
+    saver = AsyncSaver()
+
+    def save_and_wait() -> None:
+        saver.save(tmp_path / "step-1", {"w": weight})
+        saver.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        save_and_wait()
+    assert saver.is_saving
+    threading.Timer(0.2, gate.set).start()
+    saver.save(tmp_path / "step-2", {"w": weight.mul_(2)})
+    saver.wait()
+    for step in (1, 2):
+        target = torch.zeros(3 << 20)
+        vescale_ckpt.load(tmp_path / f"step-{step}", {"w": target})
+        assert bool((target == step).all())
 
 
 def test_pieces_of_pinned_memory_waste_little() -> None:

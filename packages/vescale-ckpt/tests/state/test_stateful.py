@@ -25,9 +25,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
-def sharded_net(kind: str) -> nn.Sequential:
+def sharded_net(kind: str, made: nn.Sequential | None = None) -> nn.Sequential:
     """Return a net under FSDP2, under tensor parallelism, or under both."""
-    model = net()
+    model = made or net()
     world_size = dist.get_world_size()
     if kind == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
@@ -100,6 +100,44 @@ def test_fsdp_and_tensor_parallel_checkpoints_load_under_each_other(
         step(model, optimizer)
         step(fresh, fresh_optimizer)
         assert torch.equal(fresh[0].weight, model[0].weight)  # pyright: ignore[reportArgumentType]
+
+
+def uneven_net() -> nn.Sequential:
+    """Return a net of which two ranks, and two more, have no equal parts."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 10), nn.ReLU(), nn.Linear(10, 5))
+
+
+def save_uneven(path: str) -> None:
+    model: Any = sharded_net("fsdp x tp", uneven_net())
+    assert len(model[0].weight.to_local()) == 3 - dist.get_rank() // 2
+    vescale_ckpt.save(path, {"model": model})
+
+
+def uneven_shards(path: str) -> list[bool]:
+    """Load, and compare this rank's parts: those of FSDP2 are cut from those of its neighbour."""
+    model = sharded_net("fsdp x tp", uneven_net())
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    vescale_ckpt.load(path, {"model": model})
+    dp, tp = divmod(dist.get_rank(), 2)
+    weight, bias = uneven_net()[0].parameters()
+    own: Any = model[0]
+    return [
+        torch.equal(got.to_local(), whole.chunk(2)[tp].chunk(2)[dp])
+        for got, whole in ((own.weight, weight), (own.bias, bias))
+    ]
+
+
+def test_uneven_shards_of_shards_are_stored_and_filled(world4: World, tmp_path: Path) -> None:
+    world4.run(save_uneven, str(tmp_path / "ckpt"))
+    assert world4.run(uneven_shards, str(tmp_path / "ckpt")) == [[True, True]] * 4
+    model = uneven_net()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    vescale_ckpt.load(tmp_path / "ckpt", {"model": model})
+    for name, tensor in uneven_net().state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
 
 
 class Momentum:

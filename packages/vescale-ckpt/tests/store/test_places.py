@@ -146,6 +146,22 @@ def test_a_directory_that_may_not_be_written_is_named(
         vescale_ckpt.save(tmp_path / "ckpt", {"x": 1})
 
 
+def test_a_manifest_that_may_not_be_read_is_named_with_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vescale_ckpt.save(tmp_path / "ckpt", {"x": 1})
+    ordinary = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith("vescale.json"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return ordinary(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(CheckpointError, match=r"Permission denied: '.*/ckpt/vescale\.json'"):
+        vescale_ckpt.load(tmp_path / "ckpt", {"x": 0})
+
+
 def failing_flock(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))

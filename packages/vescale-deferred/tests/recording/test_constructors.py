@@ -75,6 +75,31 @@ def test_the_default_dtype_of_the_time_is_used(same_as_ordinary: Check):
     same_as_ordinary(factory)
 
 
+class _FromMeta(nn.Module):
+    """Layers that begin on the meta device, and tensors that are like one there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emptied = nn.Linear(4, 3, device="meta").to_empty(device="cpu")
+        self.emptied.reset_parameters()
+        skipped: Any = nn.utils.skip_init(nn.Linear, 3, 5)
+        nn.init.orthogonal_(skipped.weight)
+        nn.init.zeros_(skipped.bias)
+        self.skipped = skipped
+        shape = torch.empty(6, 4, device="meta")
+        self.drawn = nn.Parameter(torch.randn_like(shape, device="cpu"))
+        self.filled = nn.Parameter(shape.new_full((5,), 0.5, device="cpu"))
+        self.register_buffer("geometry", torch.empty(0, 3))
+        assert torch.empty_like(shape).is_meta
+
+
+def test_what_begins_on_the_meta_device_is_deferred(same_as_ordinary: Check):
+    same_as_ordinary(_FromMeta)
+    deferred = deferred_init(_FromMeta)
+    assert all(is_deferred(layer) for layer in (deferred.emptied, deferred.skipped))
+    assert materialize(deferred).drawn.shape == (6, 4)
+
+
 def test_values_that_python_asks_for_are_exact(same_as_ordinary: Check):
     def factory() -> Any:
         size = int(torch.randint(3, 9, ()))

@@ -26,7 +26,7 @@ from ._caches import forget_with_world
 from ._comm.emulation import is_emulated
 from ._layout.layout import Layout, layout_of_spec
 from ._logging import package_logger
-from ._rules import DECOMPOSED, HANDLERS, REFUSED, rule_of
+from ._rules import DECOMPOSED, HANDLERS, REFUSED, WRITES_UNTOLD, rule_of
 from ._rules.foreach import is_foreach, plan_foreach
 from ._sharding.gathered_views import follow
 from ._sharding.local_plan import (
@@ -143,7 +143,7 @@ def _with_sums(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if func._schema.is_mutable:
         written = {id(value) for value in written_values(func, args, kwargs)}
         args = tuple(x if id(x) in written else known_sum(x) for x in args)
-    else:
+    elif func not in WRITES_UNTOLD:
         args = tuple(map(known_sum, args))
     return dispatch(func, args, kwargs, sums_known=True)
 

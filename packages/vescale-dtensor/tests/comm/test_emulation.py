@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
@@ -110,6 +111,32 @@ def test_emulation_needs_a_process_without_a_group(world1: World) -> None:
 def _emulate_beside_a_group() -> None:
     with pytest.raises(RuntimeError, match="emulated ranks bring their own"), emulate(2):
         pass
+
+
+def test_tensors_of_emulated_ranks_are_not_compiled() -> None:
+    with emulate(2):
+        x = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (2,)), (Shard(0),))
+        with pytest.raises(Exception, match="cannot be given tensors of emulated ranks"):
+            torch.compile(lambda x: x * 2, backend="eager")(x)
+    torch._dynamo.reset()
+
+
+def test_what_shows_errors_is_as_it_was() -> None:
+    before = sys.excepthook
+    for _ in range(2):
+        with emulate(2):
+            assert sys.excepthook is before
+    assert sys.excepthook is before
+
+
+def test_parts_are_put_together_under_a_default_device() -> None:
+    with emulate(2) as world:
+        mesh = init_device_mesh("cpu", (2,))
+        local = world.per_rank(lambda rank: torch.full((rank + 1, 2), float(rank)))
+        with torch.device("meta"):
+            x = DTensor.from_local(local, mesh, (Shard(0),))
+        assert x.shape == (3, 2)
+        assert x.sum().item() == 4
 
 
 def test_a_rank_that_is_not_in_the_world_is_refused() -> None:

@@ -234,3 +234,28 @@ def test_any_order_of_reads_views_and_writes(seed: int) -> None:
                 same(*results)
         for mine, theirs in zip(ours, plain, strict=True):
             same(mine.sin(), theirs.sin())
+
+
+@pytest.mark.parametrize("reads_before", [False, True])
+def test_it_is_reduced_again_after_statistics_were_kept_in_it(*, reads_before: bool) -> None:
+    x, mean, variance = normal(6, 4, 3), normal(4, seed=1), normal(4, seed=2).exp()
+    with emulate(2) as world:
+        mesh = init_device_mesh("cpu", (2,))
+        ours = [
+            DTensor.from_local(
+                world.per_rank(lambda rank, whole=whole: whole + (1 - 2 * rank) - whole * rank),
+                mesh,
+                (Partial(),),
+                shape=whole.shape,
+            )
+            for whole in (mean, variance)
+        ]
+        if reads_before:
+            assert all((each.abs() > -1).all() for each in ours)
+        for each, whole in zip(ours, (mean, variance), strict=True):
+            same(each, whole)
+        result = F.batch_norm(distribute_tensor(x, mesh, (Replicate(),)), *ours, training=True)
+        same(result, F.batch_norm(x, mean, variance, training=True))
+        for each, whole in zip(ours, (mean, variance), strict=True):
+            same(each, whole)
+            same(each.abs(), whole.abs())

@@ -23,6 +23,8 @@ from .dtypes import DTYPES
 # A safetensors reader wants no gaps between tensors, so only the header can be padded.
 HEADER_ALIGNMENT = 4096
 MAX_FILE_NBYTES = 8 << 30
+# safetensors reads no longer header.
+MAX_HEADER_NBYTES = 100_000_000
 _RANK_FILE = re.compile(r"rank-\d{5,}-[0-9a-f]{16}\.safetensors")
 
 
@@ -182,14 +184,18 @@ def _stems(groups: Mapping[str, object]) -> dict[str, str]:
 
 def _split(entries: list[TensorInfo], max_file_nbytes: int) -> list[list[TensorInfo]]:
     shards: list[list[TensorInfo]] = [[]]
-    filled = 0
+    filled = described = 0
     for entry in entries:
         nbytes = nbytes_of(entry.dtype, entry.shape)
-        if shards[-1] and filled + nbytes > max_file_nbytes:
+        # More than a tensor takes in the header, whatever its name consists of.
+        line_nbytes = 6 * len(entry.name) + 200
+        is_full = filled + nbytes > max_file_nbytes or described + line_nbytes > MAX_HEADER_NBYTES
+        if shards[-1] and is_full:
             shards.append([])
-            filled = 0
+            filled = described = 0
         shards[-1].append(entry)
         filled += nbytes
+        described += line_nbytes
     return shards
 
 

@@ -104,7 +104,11 @@ class Manifest:
 
 
 def dump_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of a manifest, its own checksum included."""
+    """Return the bytes of a manifest, its own checksum included.
+
+    Raises:
+        CheckpointError: If it is longer than what is read.
+    """
     files = {name: _file_members(file) for name, file in manifest.files.items()}
     whole = (item for item in manifest.tensors.items() if item[0] not in manifest.boxes)
     for (file, _, _), tensors in itertools.groupby(whole, key=_kind_and_file):
@@ -120,6 +124,11 @@ def dump_manifest(manifest: Manifest) -> bytes:
     # The tree was made by this package and has no cycles.
     text = json.dumps(body, separators=(",", ":"), allow_nan=False, check_circular=False).encode()
     head = b'{"vescale_ckpt":%d,"crc32":"%%b",' % FORMAT_VERSION
+    if len(text) + len(head) > MAX_MANIFEST_NBYTES:
+        raise CheckpointError(
+            f"the values of the state and the names of its tensors take {len(text)} bytes, a "
+            f"manifest has at most {MAX_MANIFEST_NBYTES}; store long lists of numbers as tensors"
+        )
     blank = head % _NO_CHECKSUM + text[1:]
     return head % b"%08x" % crc32(blank) + text[1:]
 

@@ -7,11 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .dtypes import DTYPES
-from .file_layout import StoredTensor
+from .file_layout import MAX_HEADER_NBYTES, StoredTensor
 from .strict_json import strict_json
-
-# As in the safetensors library.
-_MAX_HEADER_NBYTES = 100_000_000
 
 
 def read_header(
@@ -26,7 +23,7 @@ def read_header(
     """
     try:
         start = header_stop(read(0, 8))
-        if start > min(nbytes, 8 + _MAX_HEADER_NBYTES):
+        if start > min(nbytes, 8 + MAX_HEADER_NBYTES):
             raise ValueError(f"a header of {start - 8} bytes in a file of {nbytes}")
         header = strict_json(read(8, start - 8))
         header.pop("__metadata__", None)

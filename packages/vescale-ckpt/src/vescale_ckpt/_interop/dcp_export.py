@@ -121,7 +121,7 @@ class _Planner(DefaultSavePlanner):
         first = data.chunk.offsets[0] * row_nbytes if data.chunk.offsets else 0
         last = first + data.properties.dtype.itemsize * data.chunk.sizes.numel()
         if first == last:
-            return torch.empty(data.chunk.sizes, dtype=data.properties.dtype)
+            return torch.empty(data.chunk.sizes, dtype=data.properties.dtype, device="cpu")
         # torch's writer keeps every tensor of a file until the file is done, but looks at none
         # again that it has written: all can lie in the same memory.
         if len(self._memory) < last - first:

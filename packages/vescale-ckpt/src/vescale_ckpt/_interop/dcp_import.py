@@ -197,7 +197,7 @@ class DcpSource:
         """Yield the bytes of a tensor: the rows that some shard begins with, at a time."""
         stored = self._stored[key]
         for box in _bands(stored):
-            rows = torch.empty(box.shape, dtype=stored.properties.dtype)
+            rows = torch.empty(box.shape, dtype=stored.properties.dtype, device="cpu")
             self._read({key: [(box, rows)]})
             packed = flat_bytes(rows)
             assert packed is not None

@@ -69,7 +69,11 @@ class Handles:
     def content(self, name: str, limit: int) -> bytes:
         """Return all of a small file."""
         self.nbytes(name)
-        with open(os.open(name, self._flags, dir_fd=self._directory), "rb") as stream:
+        try:
+            opened = os.open(name, self._flags, dir_fd=self._directory)
+        except OSError as error:
+            raise self._named(error, name) from error
+        with open(opened, "rb") as stream:
             if os.fstat(stream.fileno()).st_size > limit:
                 raise CorruptCheckpointError(
                     f"{self._path / name} is too long for a manifest; the checkpoint is "

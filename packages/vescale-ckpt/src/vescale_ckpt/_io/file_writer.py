@@ -15,7 +15,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -49,11 +49,13 @@ class Buffers(AbstractContextManager["Buffers"]):
         self._threads: list[threading.Thread] = []
         self._is_stopped = False
         try:
-            with suppress(RuntimeError):
-                for _ in range(_NUM_THREADS):
-                    thread = threading.Thread(target=self._empty_them, name="vescale-ckpt-write")
-                    thread.start()
-                    self._threads.append(thread)
+            for _ in range(_NUM_THREADS):
+                # Before it starts: an interrupt may come when it has, and start() waits for it.
+                name = "vescale-ckpt-write"
+                self._threads.append(threading.Thread(target=self._empty_them, name=name))
+                self._threads[-1].start()
+        except RuntimeError:
+            self._threads.pop()
         except BaseException:
             self.stop()  # a thread that waits would keep the process from ending
             raise
@@ -92,7 +94,8 @@ class Buffers(AbstractContextManager["Buffers"]):
         for _ in self._threads:
             self._full.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # one that was interrupted as it started ends by itself
+                thread.join()
         self._threads.clear()
         self._is_stopped = True
 

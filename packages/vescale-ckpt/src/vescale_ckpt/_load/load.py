@@ -68,8 +68,9 @@ def load(
             their state through ``load_state_dict()``; an object that implements
             :class:`StateTemplate` is asked for the tensors to fill.
         strict: Whether keys that only the checkpoint or only ``state`` has are an error, and
-            patterns that match nothing in the checkpoint; if not, a warning lists them. To read
-            a part of a checkpoint, the model without its optimizer for example, say so with
+            patterns that match nothing in the checkpoint; if not, a warning lists them. A tensor
+            that the checkpoint lacks but for a tied one is no error. To read a part of a
+            checkpoint, the model without its optimizer for example, say so with
             ``only=["model"]``: what else there is does not matter then.
         only: What of ``state`` to fill, as regular expressions for whole dotted keys; all that
             lies below a key that matches counts, so ``["model"]`` is the whole model. The rest
@@ -78,7 +79,8 @@ def load(
             values, and what such a key is called in ``state`` (``\1`` stands for the first
             group). The first that matches counts.
         cast: Whether to convert tensors whose dtype in ``state`` is another than in the
-            checkpoint. Floats never become integers, nor complex numbers real.
+            checkpoint. Floats never become integers, nor complex numbers real; an integer that
+            the given dtype lacks is an error.
         verify_first: Whether to check all that is going to be read before the first tensor
             changes.
         exchange: Whether a block of the files that several ranks need is read by one of them and

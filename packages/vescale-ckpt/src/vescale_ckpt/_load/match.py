@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -142,6 +143,7 @@ def match(
     )
     matched.result = walk.mapping(state, dict(stored.tree.items()), "")
     walk.note_unused()
+    walk.forgive_ties()
     matched.complain(strict=strict)
     return matched
 
@@ -158,6 +160,7 @@ class _Walk:
     unused: set[str]
     # Within a PerRank, the row of each stored tensor that this rank reads.
     row: int | None = None
+    lacking: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     def node(self, given: Any, node: Json, path: str) -> Any:
         """Return what stands in the result for ``given``."""
@@ -257,6 +260,8 @@ class _Walk:
                 result[key] = self.node(item, {}, here)
             else:
                 self.note_missing(here)
+                if isinstance(item, torch.Tensor):
+                    self.lacking[here] = item
         for key, node in nodes.items():
             self.note_unexpected(node, f"{prefix}{key}")
         return result
@@ -264,6 +269,26 @@ class _Walk:
     def note_missing(self, path: str) -> None:
         if self.key_filter.wants(path):
             self.matched.missing.append(path)
+
+    def forgive_ties(self) -> None:
+        """Take tensors for found that the checkpoint lacks, if what is tied to them is filled.
+
+        HuggingFace's files hold tied weights under one of their names.
+        """
+        filled = {shard.identity for shard, _ in self.matched.targets} - {None}
+
+        def is_filled(key: str) -> bool:
+            try:
+                shard = local_shard_of(key, self.lacking[key], self.rank)
+            except CheckpointError:
+                return False
+            if shard.identity is None:  # of some elements, which other ranks have: they can tell
+                return math.prod(shard.shape) > 0
+            return shard.identity in filled
+
+        self.matched.missing = [
+            key for key in self.matched.missing if key not in self.lacking or not is_filled(key)
+        ]
 
     def note_unexpected(self, node: Json, path: str) -> None:
         self.matched.unexpected += self.key_filter.wanted_leaves(node, path)

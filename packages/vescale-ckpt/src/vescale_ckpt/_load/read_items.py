@@ -17,6 +17,7 @@ from vescale_ckpt._format.manifest import Manifest, StoredBox
 from vescale_ckpt._io.tensor_bytes import flat_bytes, parts_of
 from vescale_ckpt._state.local_shards import LocalShard, located
 from vescale_ckpt._store.reader import CheckpointReader
+from vescale_ckpt.exceptions import MismatchError
 from vescale_dtensor import LocalBox
 
 
@@ -65,10 +66,31 @@ class ReadItem:
         if packed.ctypes.data % itemsize:
             packed = packed.copy()
         values = torch.from_numpy(packed).view(DTYPES[self.stored.dtype])
+        self._check_range(values)
         position = 0
         for view in _views(self.target, start // itemsize, start // itemsize + len(values)):
             view.copy_(values[position : position + view.numel()].view(view.shape))
             position += view.numel()
+
+    def _check_range(self, values: torch.Tensor) -> None:
+        """Refuse integers that the target's dtype lacks: a conversion would wrap them around.
+
+        Raises:
+            MismatchError: With the key, the first of them and the dtype.
+        """
+        kinds = values.dtype, self.target.dtype
+        if kinds[0] == kinds[1] or any(k.is_floating_point or k.is_complex for k in kinds):
+            return
+        if torch.bool in kinds:  # becomes any other, and none becomes one
+            return
+        info = torch.iinfo(kinds[1])
+        numbers = values.numpy()
+        outside = numbers[(numbers < info.min) | (numbers > info.max)]
+        if len(outside):
+            raise MismatchError(
+                f"{self.key!r}: the checkpoint holds {outside[0]} of {kinds[0]}, which "
+                f"{kinds[1]}, the dtype of the given tensor, cannot hold; give it a wider one"
+            )
 
     @cached_property
     def flat(self) -> Bytes | None:

@@ -173,7 +173,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
         return True
     base = min(a.data_ptr(), b.data_ptr())
     end = max(a.data_ptr() + _extent(a), b.data_ptr() + _extent(b))
-    taken = torch.zeros(end - base, dtype=torch.bool)
+    taken = torch.zeros(end - base, dtype=torch.bool, device="cpu")
     _bytes_in(taken, a, base).fill_(True)
     return bool(_bytes_in(taken, b, base).any())
 
@@ -191,7 +191,8 @@ def _bytes_in(taken: torch.Tensor, tensor: torch.Tensor, base: int) -> torch.Ten
 
 def _addresses(tensor: torch.Tensor) -> torch.Tensor:
     shape: Sequence[int] = tensor.shape
-    return torch.arange(_extent(tensor) // tensor.itemsize).as_strided(shape, tensor.stride())
+    places = torch.arange(_extent(tensor) // tensor.itemsize, device="cpu")
+    return places.as_strided(shape, tensor.stride())
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

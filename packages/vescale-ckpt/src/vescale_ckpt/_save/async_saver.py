@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -24,6 +24,8 @@ from .save import Snapshot, snapshot, write_checkpoint
 
 _ALIGNMENT = 64
 _MIN_PIECE_NBYTES = 1 << 20
+# How long a thread may take to begin whose start was interrupted.
+_START_SECONDS = 10.0
 
 
 class AsyncSaver(AbstractContextManager["AsyncSaver"]):
@@ -51,7 +53,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self._timeout = timeout
         self._ranks: ControlGroup = separate_control_group(timeout)
         self._staging = HostStaging()
-        self._thread: threading.Thread | None = None
+        self._running: _Running | None = None
         self._outcome = _Outcome()
         # Runs at the end of the process at the latest: a failed save never goes unnoticed.
         weakref.finalize(self, _complain, self._outcome)
@@ -59,7 +61,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     @property
     def is_saving(self) -> bool:
         """Whether a save is still being written by this rank."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._running is not None and self._running.is_alive
 
     @property
     def written_nbytes(self) -> int:
@@ -128,13 +130,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if ranks.communicates_on_one_thread:
             work()
             return
-        thread = threading.Thread(target=work, name="vescale-ckpt-save")
-        try:
-            thread.start()
-        except RuntimeError:
-            work()  # no more threads: the other ranks must not wait for this one in vain
-        else:
-            self._thread = thread
+        self._running = _Running(work)
+        self._running.start()
 
     def wait(self) -> None:
         """Return when the last save is committed.
@@ -142,9 +139,9 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         Raises:
             CheckpointError: If it failed, on any rank.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._running is not None:
+            self._running.wait()
+            self._running = None
         error, self._outcome.error = self._outcome.error, None
         if isinstance(error, CheckpointError):
             raise type(error)(f"the save in the background failed: {error}") from error
@@ -153,6 +150,55 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
 
     def __exit__(self, *problem: object) -> None:
         self.wait()
+
+
+class _Running:
+    """A save's thread; whoever starts it or waits for it may be interrupted, it is not.
+
+    An interrupt of ``Thread.start`` or ``Thread.join`` leaves open whether the thread runs, see
+    [Note: interrupts] in thread_pool.py, and it must not run while the copy that it writes is
+    overwritten.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._begun = threading.Event()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._is_called_off = False
+
+    def start(self) -> None:
+        """Call the work in a thread, or here if there are no more threads.
+
+        The other ranks must not wait for this one in vain.
+        """
+        try:
+            threading.Thread(target=self._run, name="vescale-ckpt-save").start()
+        except RuntimeError:
+            self._run()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the work is being done."""
+        return self._begun.is_set() and not self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when the work is done, or will never begin."""
+        if not self._begun.wait(_START_SECONDS):
+            with self._lock:
+                self._is_called_off = not self._begun.is_set()
+        if not self._is_called_off:
+            self._ended.wait()
+
+    def _run(self) -> None:
+        with self._lock:
+            if self._is_called_off:
+                return
+            self._begun.set()
+        try:
+            self._work()
+        finally:
+            self._ended.set()
 
 
 class _Outcome:
@@ -225,7 +271,8 @@ class HostStaging:
             self._places = {}
             self._pieces = []
             self._pieces = [
-                torch.empty(length, dtype=torch.uint8, pin_memory=pin_memory) for length in lengths
+                torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
+                for length in lengths
             ]
         places: dict[Any, torch.Tensor] = {}
         for (identity, source), (number, start) in zip(sources.items(), starts, strict=True):

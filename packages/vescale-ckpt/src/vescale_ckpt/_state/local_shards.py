@@ -4,10 +4,16 @@
 A tensor of which each rank has its own is stored as one tensor with a leading dim of the number
 of ranks, of which every rank holds a row. So it is written, checked and read like any tensor
 that is sharded over all ranks.
+
+[Note: strided shards]
+Where FSDP2 cuts what tensor parallelism has cut along the same dim, torch lists FSDP2's axis
+first, though it was the last to cut, and marks it as strided over the number of cuts before it.
+With the axes in the order of the cuts every one is an ordinary ``Shard``, even or uneven.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -110,7 +116,9 @@ def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
             f"tensor {key!r} of a lazy module has no shape yet; call the module once first"
         )
     if not isinstance(tensor, _DISTRIBUTED):
-        local = tensor.detach() if tensor.requires_grad else tensor
+        # A parameter of a class of its own that is detached is a plain tensor.
+        is_bare = not (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter))
+        local = tensor if is_bare else tensor.detach()
         dtype = _checked_dtype(key, local)
         return LocalShard(local.shape, dtype, local, _plain_layout(local.shape, rank == 0))
     local, spec = tensor.to_local(), spec_of(tensor)
@@ -221,8 +229,10 @@ def _layout(
             f" has placements {placements}: its value is still to be reduced; redistribute it to "
             f"Shard or Replicate first"
         )
-    mesh_shape = tuple(mesh.shape)
-    coordinate = mesh.get_coordinate()
+    order, placements = _in_order_of_cuts(tuple(mesh.shape), placements)
+    mesh_shape = tuple(mesh.shape[axis] for axis in order)
+    own = mesh.get_coordinate()
+    coordinate = None if own is None else [own[axis] for axis in order]
     try:
         understood = _understood(shape, mesh_shape, placements)
         # A rank outside the mesh holds nothing, but has to find the same mistakes.
@@ -230,7 +240,7 @@ def _layout(
         boxes = local_boxes(tuple(shape), mesh_shape, somewhere, understood)
     except (TypeError, ValueError) as error:
         raise ValueError(f": {error}") from error
-    mesh_ranks = _ranks_of(mesh)
+    mesh_ranks = _ranks_of(mesh, order)
     return ShardLayout(
         boxes=() if coordinate is None else boxes,
         is_first_replica=coordinate is not None and is_first_replica(coordinate, understood),
@@ -243,8 +253,33 @@ def _layout(
 
 
 @lru_cache(maxsize=64)
-def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    return tuple(mesh.mesh.flatten().tolist())
+def _ranks_of(mesh: DeviceMesh, order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(mesh.mesh.permute(order).flatten().tolist())
+
+
+def _in_order_of_cuts(
+    mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]
+) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
+    """Return the mesh's axes in the order in which they cut; see [Note: strided shards].
+
+    With them come their placements. A strided one that no later cuts explain stays what it is.
+    """
+    made = list(placements)
+    order = list(range(len(mesh_shape)))
+    for axis in reversed(range(len(mesh_shape))):
+        strided = made[axis]
+        if not isinstance(strided, StridedShard):
+            continue
+        later = [
+            other
+            for other in order[order.index(axis) + 1 :]
+            if made[other].is_shard(strided.dim) and not isinstance(made[other], StridedShard)
+        ]
+        if later and math.prod(mesh_shape[other] for other in later) == strided.split_factor:
+            order.remove(axis)
+            order.insert(order.index(later[-1]) + 1, axis)
+            made[axis] = Shard(strided.dim)
+    return tuple(order), tuple(made[axis] for axis in order)
 
 
 def is_first_replica(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:

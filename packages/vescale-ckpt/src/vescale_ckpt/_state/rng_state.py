@@ -39,7 +39,11 @@ class RngState:
         name, keys, position, has_gauss, cached = np.random.get_state()
         states: dict[str, Any] = {
             "torch": torch.get_rng_state(),
-            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+            "python": {
+                "version": version,
+                "words": torch.tensor(words, device="cpu"),
+                "gauss": gauss,
+            },
             "numpy": {
                 "name": str(name),
                 "keys": torch.from_numpy(np.asarray(keys).copy()),

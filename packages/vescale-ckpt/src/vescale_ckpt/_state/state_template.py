@@ -123,4 +123,4 @@ class _Template:
 def _allocate(saved: SavedTensor, parameter: torch.Tensor) -> torch.Tensor:
     if saved.shape == tuple(parameter.shape) and parameter.dim():
         return torch.empty_like(parameter.detach(), dtype=saved.dtype)
-    return torch.empty(saved.shape, dtype=saved.dtype)
+    return torch.empty(saved.shape, dtype=saved.dtype, device="cpu")

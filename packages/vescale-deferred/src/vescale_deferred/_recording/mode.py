@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vescale_deferred._evaluation.replay import values
 from vescale_deferred._tape.deferred_tensor import DeferredTensor, unreadable
-from vescale_deferred._tape.op_schema import aten, op_schema
+from vescale_deferred._tape.op_schema import GEOMETRY_ONLY, aten, op_schema
 from vescale_deferred._torch_private import (
     OpOverload,
     TorchDispatchMode,
@@ -25,12 +25,8 @@ from .generators import Generators
 from .recorder import Recorder
 
 # What may happen to deferred tensors when their constructor is done: other places to see the same
-# storage, copies with another dtype or device, and tensors that only take over the geometry.
+# storage, copies with another dtype or device; and GEOMETRY_ONLY.
 _COPIES = aten("_to_copy clone lift_fresh _has_compatible_shallow_copy_type")
-_GEOMETRY_ONLY = aten(
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
-    "new_empty new_empty_strided new_zeros new_ones new_full"
-)
 
 
 class ConstructionMode(TorchDispatchMode):
@@ -69,7 +65,7 @@ class ConstructionMode(TorchDispatchMode):
         op = op_schema(func)
         generators = Generators()
         recorder = Recorder(self, generators)
-        if op.name in _GEOMETRY_ONLY:
+        if op.name in GEOMETRY_ONLY:
             with plainly():
                 return _like(func, args, kwargs)
         targets = [args[position] for position, _ in op.mutated if position < len(args)]

@@ -17,7 +17,7 @@ from vescale_deferred._evaluation.partial_replay import any_true, replay_part
 from vescale_deferred._evaluation.replay import values
 from vescale_deferred._evaluation.value_bounds import known_truth
 from vescale_deferred._tape.deferred_tensor import DeferredTensor, DeferredTensorMode, assign_data
-from vescale_deferred._tape.op_schema import OpSchema, aten, op_schema
+from vescale_deferred._tape.op_schema import GEOMETRY_ONLY, OpSchema, aten, op_schema
 from vescale_deferred._tape.tape import OpCall, Snapshot, Tape, Write
 from vescale_deferred._torch_private import OpOverload, schema, storage_key, tree_leaves, tree_map
 from vescale_deferred.exceptions import CannotDefer, DeferredWarning
@@ -58,7 +58,14 @@ class Recorder:
         if op.name == "aten::_has_compatible_shallow_copy_type":
             return len(deferred) == 2
         device = device_of_outputs(deferred, kwargs)
-        if not deferred and (tensors or not op.has_device or device == META or self._is_real()):
+        # A tensor on the meta device that only lends its geometry does not make another one real.
+        is_like_meta = (
+            op.name in GEOMETRY_ONLY
+            and kwargs.get("device") is not None
+            and all(tensor.is_meta for tensor in tensors)
+        )
+        stays = (tensors and not is_like_meta) or not op.has_device or device == META
+        if not deferred and (stays or self._is_real()):
             return self._run(op, func, args, kwargs)
         if op.changes_geometry:
             return _change_geometry(op, func, args, kwargs)

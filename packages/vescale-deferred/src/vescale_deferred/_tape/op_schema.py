@@ -18,6 +18,11 @@ def aten(names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names.split())
 
 
+# Take only the geometry of their first argument.
+GEOMETRY_ONLY = aten(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
+    "new_empty new_empty_strided new_zeros new_ones new_full"
+)
 # Fill their first argument, whatever was in it.
 _FILLS = aten("uniform_ normal_ random_ exponential_ cauchy_ geometric_ log_normal_ zero_ fill_")
 _OVERWRITING = _FILLS | aten("bernoulli_ copy_")

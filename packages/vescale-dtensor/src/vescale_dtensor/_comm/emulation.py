@@ -11,6 +11,7 @@ else knows whether ranks are processes or parts.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
@@ -139,7 +140,11 @@ def emulate(world_size: int, *, rank: int = 0) -> Iterator[EmulatedWorld]:
         raise RuntimeError("expected no process group: emulated ranks bring their own")
     if not 0 <= rank < world_size:
         raise ValueError(f"expected a rank in 0..{world_size - 1}, got {rank}")
+    hook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    # torch wraps it once more for every group, for the life of the process: each emulated world
+    # would put "[rank0]: " before every line of later errors.
+    sys.excepthook = hook
     _current = EmulatedWorld(world_size, rank)
     try:
         yield _current

@@ -88,6 +88,8 @@ _RULES: dict[OpOverload, Rule] = {}
 HANDLERS: dict[OpOverload, Plan] = {}
 # Operators that become other operators unless all their inputs are whole.
 DECOMPOSED: dict[OpOverload, Plan] = {}
+# Operators that write to arguments without saying so in their schemas.
+WRITES_UNTOLD = batch_norm.WRITES_UNTOLD
 # Operators that no distributed tensor can be given to, and why.
 REFUSED = inplace_view.REFUSED
 

@@ -22,7 +22,8 @@ from vescale_dtensor._comm.emulation import part_of
 from vescale_dtensor._layout.layout import Layout, Placements, layout, replicated
 from vescale_dtensor._layout.placements import is_sharded, on_dim, single_dim
 from vescale_dtensor._sharding.op_call import OpCall
-from vescale_dtensor._tensor.dtensor import DTensor, layout_of, redistributed
+from vescale_dtensor._tensor.dtensor import DTensor, as_dtensor, layout_of, redistributed
+from vescale_dtensor._tensor.pending_sums import count_untold
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
 
 from .decompositions import (
@@ -194,6 +195,7 @@ def _write(statistic: Tensor | None, value: Any) -> None:
         return
     if isinstance(statistic, DISTRIBUTED):
         aten.copy_.default(statistic, value)
+        count_untold(as_dtensor(statistic))
     else:
         whole = redistributed(settled(value), replicated(layout_of(value).mesh))._local_tensor
         statistic.copy_(part_of(0, whole))
@@ -233,6 +235,8 @@ DECOMPOSED: dict[OpOverload, Any] = {
     aten.cudnn_batch_norm.default: _cudnn,
     aten.cudnn_batch_norm_backward.default: _cudnn_backward,
 }
+# Their schemas do not say that they write running statistics.
+WRITES_UNTOLD = frozenset({aten.native_batch_norm.default, aten.cudnn_batch_norm.default})
 HANDLERS: dict[OpOverload, Any] = {
     **dict.fromkeys(
         (

@@ -153,7 +153,8 @@ def _gradient_layout(
     replicas = (Replicate(),) * grad.mesh.ndim
     base = layout(grad.mesh, replicas, sizes, None, grad.dtype)
     # Rules look at layouts only: any local tensor will do.
-    call = OpCall(view, (wrap(torch.empty(0, dtype=grad.dtype), base), *options), {})
+    nothing = torch.empty(0, dtype=grad.dtype, device=grad.mesh.device_type)
+    call = OpCall(view, (wrap(nothing, base), *options), {})
     place: Callable[[Placements], Any] = VIEW_RULES[view](call).place
     best: tuple[int, Placements] | None = None
     axes = range(grad.mesh.ndim)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from vescale_dtensor._comm.emulation import per_rank
+from vescale_dtensor._comm.emulation import RankTensor, per_rank
 from vescale_dtensor._layout.boxes import local_shape
 from vescale_dtensor._layout.layout import Layout, Placements
 from vescale_dtensor._layout.placements import is_sharded
@@ -69,3 +69,16 @@ def check_replicas(local_tensor: Tensor, made: Layout) -> None:
 
     if not made.is_partial:
         per_rank(check, made.mesh, local_tensor.detach(), expected)
+
+
+def check_of_one_rank(local: Tensor) -> None:
+    """Refuse to give a compiler the parts of all emulated ranks: it reads the memory of one.
+
+    Raises:
+        NotImplementedError: With what to do instead.
+    """
+    if isinstance(local, RankTensor):
+        raise NotImplementedError(
+            "a compiled program cannot be given tensors of emulated ranks; run it without "
+            "torch.compile in emulate(), or on processes"
+        )

@@ -34,7 +34,7 @@ from vescale_dtensor._torch_private import (
     real_mesh,
 )
 
-from .checks import check_count, check_local_shape, check_replicas, is_first_replica
+from . import checks
 from .events import tell_redistribution
 from .gradient_hooks import GradientHooks
 from .infer_global_shape import infer_layout
@@ -117,10 +117,10 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
         if shape is None:
             shape, given = infer_layout(local_tensor, mesh, given)
         given = normalized(given, len(shape))
-        check_local_shape(local_tensor, mesh, given, shape)
+        checks.check_local_shape(local_tensor, mesh, given, shape)
         made = layout(mesh, given, shape, None, local_tensor.dtype)
         if run_check:
-            check_replicas(local_tensor, made)
+            checks.check_replicas(local_tensor, made)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return wrap(*as_laid_out(local_tensor.detach(), made))
         wanted = _normalized_or_none(grad_placements, len(shape))
@@ -160,7 +160,7 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
     @property
     def is_first_replica(self) -> bool:
         """Whether no rank before this one, along replicated axes, holds the same elements."""
-        return is_first_replica(coordinate_of(self.device_mesh), self.placements)
+        return checks.is_first_replica(coordinate_of(self.device_mesh), self.placements)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's
         """Return this rank's part; gradients flow back into the distributed tensor.
@@ -222,7 +222,7 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
         if placements is None:
             raise ValueError("expected one placement per mesh axis, got None")
         target = normalized(placements, self.ndim)
-        check_count(target, self.device_mesh)
+        checks.check_count(target, self.device_mesh)
         settled = self._settled()
         if torch.is_grad_enabled() and self.requires_grad:
             return cast(DTensor, DTensor._Redistribute.apply(settled, target))
@@ -273,6 +273,7 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return what a compiler takes this tensor apart into."""
+        checks.check_of_one_rank(self._local_tensor)
         if self._alias_of is not None and not is_traced(self._local_tensor):
             raise NotImplementedError(
                 f"a compiled program cannot be given {layout_of(self)}, which had to be gathered "

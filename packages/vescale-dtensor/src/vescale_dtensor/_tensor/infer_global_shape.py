@@ -28,13 +28,17 @@ def infer_layout(
         ValueError: If the parts cannot be put together.
     """
     told = per_rank(
-        lambda _, part: torch.tensor((part.ndim, *part.shape), dtype=torch.int64), mesh, local
+        lambda _, part: torch.tensor(
+            (part.ndim, *part.shape), dtype=torch.int64, device=mesh.device_type
+        ),
+        mesh,
+        local,
     )
     axes = tuple(range(mesh.ndim))
     rows = per_rank(
         lambda _, *rows: [tuple(row.tolist()) for row in rows],
         mesh,
-        *all_gather_rows(told.to(mesh.device_type), mesh, axes),
+        *all_gather_rows(told, mesh, axes),
     )
     shapes = dict(zip(product(*map(range, mesh.shape)), (row[1:] for row in rows), strict=True))
     inferred = list(placements)

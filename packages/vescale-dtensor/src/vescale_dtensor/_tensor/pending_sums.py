@@ -36,7 +36,7 @@ class PendingSum:
         view: Makes the view from the sum of the base.
     """
 
-    __slots__ = ("_base", "_given", "_sum", "_terms", "_view", "_when")
+    __slots__ = ("_base", "_given", "_num_untold", "_sum", "_terms", "_view", "_when")
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class PendingSum:
         self._given: list[Tensor] = []
         self._sum: DTensor | None = None
         self._when = 0
+        self._num_untold = 0
 
     def is_of(self, tensor: DTensor) -> bool:
         """Whether ``tensor`` is still laid out, and in memory, where its terms were."""
@@ -63,6 +64,12 @@ class PendingSum:
             self._base.give(local)
         elif all(each is not local for each in self._given):
             self._given.append(local)
+
+    def count_untold(self) -> None:
+        """Count a write that torch does not see, to the terms or what they share memory with."""
+        self._num_untold += 1
+        if self._base is not None:
+            self._base.count_untold()
 
     def known(self, version: int) -> DTensor | None:
         """Return the sum if it was reduced since the last write."""
@@ -93,7 +100,7 @@ class PendingSum:
         """Return a number that grows with every write, be it to a rank's part alone."""
         base = 0 if self._base is None else self._base._now(version)
         locals_ = (self._terms._local_tensor, *self._given)
-        return version + base + sum(map(num_writes, locals_))
+        return version + base + self._num_untold + sum(map(num_writes, locals_))
 
 
 def known_sum(tensor: Any) -> Any:
@@ -102,6 +109,12 @@ def known_sum(tensor: Any) -> Any:
         return tensor
     known = tensor._sum.known(tensor._version) if tensor._sum.is_of(tensor) else None
     return tensor if known is None else known
+
+
+def count_untold(tensor: DTensor) -> None:
+    """Take note of a write that the operator's schema conceals, so that torch counts none."""
+    if tensor._sum is not None:
+        tensor._sum.count_untold()
 
 
 def moved(tensor: DTensor, target: Layout) -> DTensor:
