@@ -191,6 +191,62 @@ def test_tokens_of_an_expert_are_in_the_order_of_its_choices(constraints: Constr
     assert not report.not_compared
 
 
+ACTIVATION = nn.GELU()
+
+
+class Shares(nn.Module):
+    """Has a module that others of its class have, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.activation = ACTIVATION
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.activation(block(x))
+        return x.square().mean()
+
+
+def test_a_module_that_models_of_a_program_share_is_recorded_by_rank() -> None:
+    report = vescale.verify(make_plan({DP: 2, ZERO: 3}), Shares, {"x": torch.randn(8, 4)}, steps=1)
+    assert report.passed, report
+    assert not report.not_compared
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.proj(x)
+        return scores, F.cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+class OfHead(nn.Module):
+    """Has a module that returns the loss, as XLM's ``pred_layer``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = Head()
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x, targets)[1]
+
+
+@pytest.mark.parametrize("ignored", [0, 5])
+def test_a_loss_that_a_module_returns_is_that_of_its_rows(ignored: int) -> None:
+    batch = {"x": torch.randn(4, 6, 4), "targets": torch.arange(24).view(4, 6) % 5}
+    batch["targets"][0, :ignored] = -100
+    report = vescale.verify(make_plan({DP: 2}), OfHead, batch, steps=1, dtype=torch.float64)
+    assert report.passed, report
+    assert not report.not_compared
+
+
 class Asked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

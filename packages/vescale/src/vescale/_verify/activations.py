@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from vescale_parallel import ParallelPlan
@@ -105,6 +106,8 @@ class Activations:
             is_found = match is not None and match[1].error <= bound
             if not is_found and self._are_picked(key, whole, num_calls):
                 match = _better(match, match_in_any_order(whole, own, bound), own)
+            if not is_found and not whole.dim() and len(own) > 1:
+                match = _of_numbers(whole, own, bound)
             if match is not None and (found is None or match[1].error < found[2].error):
                 found = stage, *match
         if found is None:
@@ -197,6 +200,23 @@ def _match(
         if worst[1].error <= bound:
             break
     return best
+
+
+def _of_numbers(whole: Tensor, by_shard: Shards, bound: float) -> tuple[int, Match] | None:
+    """Compare a number that a module computes of its rows, as a head does that returns a loss.
+
+    None if one device's is neither the mean nor the sum of the shards': it may be a mean over
+    tokens, of which they have not equally many. What the loop gets is compared as the loss.
+    """
+    first = min(by_shard)
+    if by_shard[first].keys() != {(0, 0)}:
+        return None
+    numbers = torch.stack([of[0, 0] for of in by_shard.values()])
+    for joined in (numbers.mean(), numbers.sum()):
+        match = best_match(whole, {(0, 0): joined}, bound)
+        if match is not None and match.error <= bound:
+            return first, match
+    return None
 
 
 def _better(

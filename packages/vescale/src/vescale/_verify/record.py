@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -104,8 +105,12 @@ def recorded_activations(
 
 
 def _recorder(name: str, record: Record, counter: CommCounter) -> Any:
+    # Models may share a module, an activation function that a file makes once (XLM), and ranks
+    # that are emulated are threads.
+    rank = threading.get_ident()
+
     def record_output(module: nn.Module, args: Any, output: Any) -> None:
-        if is_in_backward():
+        if is_in_backward() or threading.get_ident() != rank:
             return
         for index, tensor in enumerate(_tensors(output)):
             key = ModuleOutput(len(record.losses), name, index)
