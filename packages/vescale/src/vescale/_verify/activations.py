@@ -208,14 +208,12 @@ def _of_numbers(whole: Tensor, by_shard: Shards, bound: float) -> tuple[int, Mat
     None if one device's is neither the mean nor the sum of the shards': it may be a mean over
     tokens, of which they have not equally many. What the loop gets is compared as the loss.
     """
-    first = min(by_shard)
-    if by_shard[first].keys() != {(0, 0)}:
-        return None
-    numbers = torch.stack([of[0, 0] for of in by_shard.values()])
-    for joined in (numbers.mean(), numbers.sum()):
-        match = best_match(whole, {(0, 0): joined}, bound)
+    places = set[Place]().union(*by_shard.values())
+    numbers = {place: torch.stack([of[place] for of in by_shard.values()]) for place in places}
+    for join in (torch.mean, torch.sum):
+        match = best_match(whole, {place: join(x) for place, x in numbers.items()}, bound)
         if match is not None and match.error <= bound:
-            return first, match
+            return min(by_shard), match
     return None
 
 
