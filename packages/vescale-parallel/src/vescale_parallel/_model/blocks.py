@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from torch import nn
 
@@ -46,17 +47,22 @@ def _lists(model: nn.Module, *, may_take_turns: bool) -> list[tuple[str, ...]]:
     return stacks
 
 
-def pipeline_blocks(model: nn.Module) -> tuple[str, ...]:
+def pipeline_blocks(model: nn.Module, idle: Collection[str] = ()) -> tuple[str, ...]:
     """Return the FQNs of the blocks that a pipeline is split between, in order.
 
     They are those of all lists that matter, one list after the other as they are defined: of an
     encoder and a decoder, or of a vision tower and a language model. Of a block that is a list or
     dict of modules, which nothing calls, what is in it is a block.
 
+    Args:
+        model: The model.
+        idle: Blocks that are not called: lists that begin with one are left out.
+
     Raises:
         ValueError: If there is no list of blocks, or a block with parameters that nothing calls.
     """
     stacks = _lists(model, may_take_turns=True)
+    stacks = [stack for stack in stacks if not {stack[0], *_called(model, stack[0])} & {*idle}]
     if not stacks:
         raise ValueError(
             f"pipeline parallelism splits between the blocks of an nn.ModuleList or "

@@ -117,7 +117,8 @@ def calls_of_blocks(model: nn.Module, batch: Any) -> tuple[str, ...]:
     """Return the block of every call, as plans have it: nothing if each is called once in order.
 
     A module that forward calls again and again is a block, whatever it consists of; see
-    [Note: blocks that are called more than once].
+    [Note: blocks that are called more than once]. Lists of which no block is called, a vision
+    tower's where there is text alone, are no blocks.
 
     Args:
         model: Real, on the meta device, or deferred; not changed.
@@ -129,18 +130,36 @@ def calls_of_blocks(model: nn.Module, batch: Any) -> tuple[str, ...]:
     """
     if batch is None:
         return ()
-    try:
-        blocks = pipeline_blocks(model)
-    except ValueError:  # no list, maybe one block
-        blocks = ()
-    calls = _seen(blocks, model, batch).calls
+    blocks, calls, idle = _called_lists(model, batch)
+    if idle:
+        return said_calls(model, calls) if blocks and {*calls} == {*blocks} else ()
     if blocks and (calls == blocks or {*calls} != {*blocks}):
         return ()
     again = _called_again(model, batch)
     if again and all(any(fqn.startswith(f"{each}.") for each in again) for fqn in blocks):
         blocks, calls = again, _seen(again, model, batch).calls
-    # Those that are not called are nobody's; a plan cannot leave them out.
     return said_calls(model, calls) if blocks and {*calls} == {*blocks} else ()
+
+
+def _called_lists(
+    model: nn.Module, batch: Any
+) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
+    """Return the blocks of lists of which some are called, the calls, and all other blocks.
+
+    Nothing calls a vision tower where there is text alone.
+    """
+    idle = frozenset[str]()
+    while True:
+        try:
+            blocks = pipeline_blocks(model, idle)
+        except ValueError:  # no list, maybe one block
+            return (), (), idle
+        calls = _seen(blocks, model, batch).calls
+        used = {fqn.rpartition(".")[0] for fqn in calls}
+        unused = {fqn for fqn in blocks if fqn.rpartition(".")[0] not in used}
+        if unused <= idle:
+            return blocks, calls, idle
+        idle |= unused
 
 
 def _called_again(model: nn.Module, batch: Any) -> tuple[str, ...]:
