@@ -37,9 +37,10 @@ class Sees(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor, pictures: Tensor | None = None) -> Tensor:
         x = self.table(ids)
         if pictures is not None:
+            seen = pictures
             for block in self.tower:
-                pictures = block(pictures)
-            x = x + pictures.mean(1, keepdim=True)
+                seen = block(seen)
+            x = x + seen.mean(1, keepdim=True)
         for layer in self.layers:
             x = layer(x)
         scores = self.head(x)
