@@ -247,6 +247,25 @@ def test_a_loss_that_a_module_returns_is_that_of_its_rows(ignored: int) -> None:
     assert not report.not_compared
 
 
+def test_bits_of_a_pipeline_are_those_of_a_model_without_a_cache() -> None:
+    """T5's keys and values are copied by a cache, and products of them rounded otherwise."""
+    config = transformers.T5Config(
+        vocab_size=32, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
+        pad_token_id=0, decoder_start_token_id=1,
+    )  # fmt: skip
+    ids = torch.arange(192).view(8, 24) % 29 + 3
+    batch = {"input_ids": ids, "labels": ids}
+    report = vescale.verify(
+        make_plan({PP: 2, PARTS: 4}),
+        lambda: transformers.T5ForConditionalGeneration(config),
+        batch,
+        steps=1,
+        dtype=torch.float64,
+    )
+    assert report.passed, report
+    assert "N3" in {each.level for each in report.levels if each.status == "passed"}
+
+
 class Asked(nn.Module):
     def __init__(self) -> None:
         super().__init__()

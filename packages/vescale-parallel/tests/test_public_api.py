@@ -50,6 +50,7 @@ def test_what_the_planner_uses_besides_is_no_promise() -> None:
         "check_constraints",
         "check_pipeline",
         "expert_layers",
+        "give_no_layers",
         "model_signature",
         "modules_outside_blocks",
         "names_of_calls",

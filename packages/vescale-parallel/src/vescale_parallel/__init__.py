@@ -56,6 +56,7 @@ from ._pipeline.execution import (
     RecordedSchedule as RecordedSchedule,
     record_schedule as record_schedule,
 )
+from ._pipeline.layer_outputs import give_no_layers as give_no_layers
 from ._pipeline.schedules.picture import draw_schedule as draw_schedule
 from ._pipeline.schedules.simulator import simulate_schedule as simulate_schedule
 from ._pipeline.stage_assignment import modules_outside_blocks as modules_outside_blocks

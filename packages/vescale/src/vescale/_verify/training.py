@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import vescale_deferred
 from vescale._parallelize import parallelize
 from vescale._torch_private import pytree
-from vescale_parallel import ParallelPlan, compile_report, with_constraints
+from vescale_parallel import ParallelPlan, compile_report, give_no_layers, with_constraints
 
 from .record import Record, full, full_state, recorded_activations
 from .reference_means import GlobalMeans, mean_in_order
@@ -113,6 +113,8 @@ def shard_after_shard(
     model, record = _plain_model(program) if model is None else model, Record()
     if change is not None:
         change(model)
+    if plan.pipeline_parallel.size > 1:
+        give_no_layers(model)  # keys that went through a cache lie otherwise in memory
     record.initial = full_state(_state(model))
     optimizer = program.optimizer_fn(model)
     copies = num_data_ranks(plan)
