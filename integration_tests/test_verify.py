@@ -251,8 +251,9 @@ def test_bits_of_a_pipeline_are_those_of_a_model_without_a_cache() -> None:
     """T5's keys and values are copied by a cache, and products of them rounded otherwise."""
     config = transformers.T5Config(
         vocab_size=32, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4,
-        pad_token_id=0, decoder_start_token_id=1,
+        pad_token_id=0,
     )  # fmt: skip
+    config.decoder_start_token_id = 1
     ids = torch.arange(192).view(8, 24) % 29 + 3
     batch = {"input_ids": ids, "labels": ids}
     report = vescale.verify(
