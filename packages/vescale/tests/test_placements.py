@@ -71,3 +71,12 @@ def test_tokens_of_shards_in_any_order() -> None:
     assert match is not None
     assert match.error > 0.1
     assert match_in_any_order(whole, {0: {(0, 0): first}}, 0.0) is None
+
+
+def test_heads_in_a_dim_with_many_tokens_are_shards_of_each() -> None:
+    whole = torch.randn(8 * 24 * 4, 6, dtype=torch.float64)  # rows, tokens and heads
+    by_token = whole.unflatten(0, (-1, 4))
+    ranks = {(0, tp): by_token[:, 2 * tp : 2 * tp + 2].flatten(0, 1) for tp in (0, 1)}
+    match = best_match(whole, ranks, 0.0)
+    assert match is not None
+    assert match.error == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,10 +25,6 @@ class Packed:
 
     lengths: Lengths
     is_whole: tuple[bool, ...]
-
-
-# Within a dim that is sharded block after block: more than are rows of batches one verifies with.
-_MOST_BLOCKS = 32
 
 
 @dataclass(frozen=True)
@@ -234,9 +231,9 @@ def _joined(
     if any([x.shape[dim] for x in row] != [x.shape[dim] for x in parts[0]] for row in parts):
         return
     # Queries, keys and values in one matrix, gate and up projections; tokens of several rows.
-    for blocks in range(1, _MOST_BLOCKS + 1):
-        if any(x.shape[dim] % blocks for row in parts for x in row):
-            continue
+    # Or heads, of as many tokens as the batch has.
+    length = math.gcd(*(x.shape[dim] for row in parts for x in row))
+    for blocks in (each for each in range(1, length + 1) if length % each == 0):
         inner = [[x.unflatten(dim, (blocks, -1)) for x in row] for row in parts]
         text = f" of each of {blocks} blocks" if blocks > 1 else ""
         yield text, [torch.cat(row, dim + 1).flatten(dim, dim + 1) for row in inner]
