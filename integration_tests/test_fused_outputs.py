@@ -358,6 +358,7 @@ def test_a_plan_written_by_hand_says_it(world2: World, name: str) -> None:
     loss = model(**tokens())
     loss.backward()
     for found, grads in world2.run(by_hand, name):
+        # In float64 ranks add up the terms of a product in another order, no more.
         assert found == pytest.approx(float(loss.detach()), rel=1e-12)
         for parameter, each in model.named_parameters():
             torch.testing.assert_close(grads[parameter], each.grad, rtol=0, atol=1e-14)

@@ -258,6 +258,7 @@ def test_matrices_that_pack_attention_and_mlp_are_priced_as_ranks_share_them(mod
     with rank_0_of(2):
         most = measured("fused", plan)
     found = predict(model, plan, cluster, example_batch=example)
+    # What a block makes in backward is estimated, and small tensors are not counted.
     assert found.memory_bytes - cluster.reserved_bytes == pytest.approx(most, rel=0.1)
 
 
