@@ -236,6 +236,37 @@ def test_a_call_that_cannot_be_run_to_see_goes_by_an_example() -> None:
     assert known.otherwise() == {"": Scope(cuts=[ShardedDraw(rows=1)], parts={})}
 
 
+class Cache:
+    """What a program gives to a call, and finds something in afterwards."""
+
+    def __init__(self) -> None:
+        self.rows: list[Tensor] = []
+
+
+class Caching(nn.Module):
+    """Needs values to run, as routers of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(6, 6), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor, cache: Cache) -> Tensor:
+        cache.rows.append(self.linear(x))
+        kept = self.dropout(torch.cat(cache.rows)[-len(x) :])
+        return kept * int(x.abs().sum().item() > 0)
+
+
+def test_what_is_given_is_left_as_it_was() -> None:
+    model, cache = Caching().double(), Cache()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    draws = ShardedRng(place(2, 1, 0), {}, forms_of(model).known)
+    draws.install(model)
+    for seen in range(2):
+        with draws.of_call(model, (x,), {"cache": cache}, num_rows_of((x,), {})):
+            assert len(cache.rows) == seen
+            model(x, cache=cache)
+
+
 def test_rows_between_two_other_things_are_not_guessed() -> None:
     def folded(x: Tensor) -> Tensor:
         x = x.unflatten(-1, (2, 3)).permute(1, 0, 2, 3)  # (time, rows, 2, 3)

@@ -31,6 +31,7 @@ from vescale_ckpt._format.state_tree import (
 )
 from vescale_ckpt._state.key_filter import KeyFilter, RenamedTree
 from vescale_ckpt._state.local_shards import LocalShard, local_shard_of, shard_of_row
+from vescale_ckpt._state.optimizer_keys import with_keys_of
 from vescale_ckpt._state.state_template import template_of
 from vescale_ckpt.exceptions import CheckpointError, MismatchError
 from vescale_ckpt.types import PerRank, SavedTensor, Stateful
@@ -171,6 +172,8 @@ class _Walk:
         if is_stateful(given):
             if not self.holds_wanted(node, path):
                 return given
+            if isinstance(given, torch.optim.Optimizer) and not self.stored.holds_below(path):
+                node = self.with_keys_of(given, node, path)
             filled = self.node(self.template(given, node, path), node, path)
             self.matched.stateful.append((path, given, filled))
             return given
@@ -223,6 +226,14 @@ class _Walk:
             return True
         moved = self.stored.moved_below(path)
         return any(self.key_filter.wants(dotted(path, key)) for key, _ in moved)
+
+    def with_keys_of(self, given: torch.optim.Optimizer, node: Json, path: str) -> Json:
+        """Return an optimizer's stored state with its keys; those of a ``rename`` stay."""
+        try:
+            return with_keys_of(given, node)
+        except MismatchError as error:
+            self.matched.unfit.append(f"{path}: {error}")
+            return node
 
     def template(self, given: Stateful, node: Json, path: str) -> Any:
         saved: dict[str, SavedTensor] = {}

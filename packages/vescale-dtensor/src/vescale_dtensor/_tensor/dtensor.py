@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed.tensor as torch_dtensor
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
@@ -38,6 +38,7 @@ from . import checks
 from .events import tell_redistribution
 from .gradient_hooks import GradientHooks
 from .infer_global_shape import infer_layout
+from .pickled import Place, owned, place_of_shard
 from .python_values import PythonValues
 from .strides import are_alike, as_laid_out, in_memory_order
 from .watched_memory import handed_out
@@ -241,16 +242,16 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if id(self) not in memo:
             copy = wrap(self._settled(alone=True)._local_tensor.detach().clone(), layout_of(self))
-            if isinstance(self, torch.nn.Parameter):
-                copy = torch.nn.Parameter(copy)
+            if isinstance(self, nn.Parameter):
+                copy = nn.Parameter(copy)
             memo[id(self)] = copy.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        made = layout_of(self)
-        state = (made.mesh, made.placements, tuple(made.shape), made.stride)
-        local = self._settled(alone=True)._local_tensor.detach()
-        return rebuild, (local, *state, self.requires_grad, isinstance(self, torch.nn.Parameter))
+        made, local = layout_of(self), self._settled(alone=True)._local_tensor.detach()
+        state = local, made.mesh, made.placements, tuple(made.shape), made.stride
+        kind = self.requires_grad, isinstance(self, nn.Parameter)
+        return rebuild, (*state, *kind, place_of_shard(made, protocol))
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """Return what this rank writes to a torch.distributed.checkpoint checkpoint."""
@@ -333,11 +334,11 @@ def rebuild(
     stride: Sequence[int],
     requires_grad: bool,
     is_parameter: bool,
+    place: Place | None = None,
 ) -> DTensor:
     """Make a tensor that was pickled."""
-    tensor = wrap(local, layout(mesh, placements, shape, stride, local.dtype))
-    made = torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor
-    return cast(DTensor, made.requires_grad_(requires_grad))
+    made: Any = wrap(local, layout(owned(mesh, place), placements, shape, stride, local.dtype))
+    return (nn.Parameter(made, False) if is_parameter else made).requires_grad_(requires_grad)
 
 
 def gather(tensor: DTensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from vescale_dtensor.random import Fill, RandomOperator
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.runs import seeded
-from vescale_parallel._model.copies import deep_copied
+from vescale_parallel._model.copies import deep_copied, snapshot
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._torch_private import pytree
@@ -166,7 +166,8 @@ def _run(model: nn.Module, given: Given, trial: _Trial) -> _Trial | None:
 
 def _has_run(subject: nn.Module, given: Given, *modes: AbstractContextManager[Any]) -> bool:
     """Run a model that has values on a batch, and return whether it could be."""
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, given)
+    # A cache that the caller gave has to be as it was: the call itself comes after this.
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, snapshot(given))
     try:
         with ExitStack() as stack:
             for each in (seeded(), torch.no_grad(), InDouble(), *modes, warnings.catch_warnings()):

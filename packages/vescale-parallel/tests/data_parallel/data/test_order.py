@@ -62,6 +62,48 @@ class Eager:
         return iter([order[:4], order[4:12], order[12:16]])
 
 
+class Position:
+    """A sampler that knows its epoch, and how much of it it has handed out."""
+
+    def __init__(self) -> None:
+        self.epoch = self.given = 0
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(COUNT, generator=generator).tolist()
+        while self.given < COUNT:
+            self.given += 1
+            yield order[self.given - 1]
+        self.epoch, self.given = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "given": self.given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.given = state["epoch"], state["given"]
+
+
+class PositionOfBatches(Position):
+    """A batch sampler that does."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from BatchSampler(super().__iter__(), 4, drop_last=False)  # pyright: ignore[reportArgumentType]: torch takes iterators
+
+
+class Counter(RandomSampler):
+    """A sampler that counts its epochs, and tells nobody."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(COUNT, generator=generator).tolist())
+
+
 @pytest.fixture
 def alone(world_of_one: None) -> None:
     """A world of this process: one that is a rank of a pool may start no workers."""
@@ -92,6 +134,8 @@ READY: dict[str, Callable[[], DataLoader[Any]]] = {
     "batch sampler": lambda: DataLoader(
         Numbers(), batch_sampler=BatchSampler(range(COUNT), 4, drop_last=True)
     ),
+    "stateful": lambda: DataLoader(Numbers(), batch_size=4, sampler=Position()),
+    "stateful batches": lambda: DataLoader(Numbers(), batch_sampler=PositionOfBatches()),
     "eager": lambda: DataLoader(Numbers(), batch_sampler=Eager()),
     "stream": lambda: DataLoader(Counts(), batch_size=4),
     "stream dropped": lambda: DataLoader(Counts(), batch_size=4, drop_last=True),
@@ -175,6 +219,38 @@ def test_a_state_goes_on_under_other_parts_without_a_sample_twice(name: str) -> 
     first, second = both[: len(both) // 2], both[len(both) // 2 :]
     assert resumed(name, 2, sum(map(len, first[:2])), 0) == first[2:]
     assert resumed(name, 2, sum(map(len, second[:1])), 1) == second[1:]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sampler_that_draws_another_epoch_than_the_saved_one_is_refused() -> None:
+    def counted() -> ParallelLoader:
+        plan = ParallelPlan()
+        ready = DataLoader(Numbers(), batch_size=4, sampler=Counter(Numbers()))
+        return ParallelLoader(plan, ready, build_mesh(plan))
+
+    first = counted()
+    whole = [batch.tolist() for _ in range(2) for batch in first]
+    for batch in first:
+        third = [batch.tolist()]
+        break
+    state, again = first.state_dict(), counted()
+    again.load_state_dict(state)
+    message = r"another order than in the epoch that was saved.*state_dict.*set_epoch"
+    with pytest.raises(ValueError, match=message):
+        next(iter(again))
+    told = counted()
+    told.load_state_dict(state)
+    told.sampler.epoch = 2
+    assert third + [batch.tolist() for batch in told] == [
+        batch.tolist() for batch in DataLoader(Numbers(), batch_size=4, sampler=at_epoch(2))
+    ]
+    assert whole[:6] != whole[6:]
+
+
+def at_epoch(epoch: int) -> Counter:
+    sampler = Counter(Numbers())
+    sampler.epoch = epoch
+    return sampler
 
 
 def peeked(loader: Iterable[Tensor]) -> Rows:

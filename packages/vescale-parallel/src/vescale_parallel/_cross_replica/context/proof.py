@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
 from vescale_parallel._model.blocks import block_stacks
-from vescale_parallel._model.copies import discard
+from vescale_parallel._model.copies import discard, snapshot
 from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._torch_private import pytree
@@ -202,7 +202,7 @@ def _attending_stacks(region: Region, base: nn.Module) -> Slicing:
     """
     watch = ForwardWatch()
     inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in region.inputs]
-    args, kwargs = pytree.tree_unflatten(inputs, region.spec)
+    args, kwargs = snapshot(pytree.tree_unflatten(inputs, region.spec))
     watched = sharing_copy(base)
     try:
         with InDouble():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import zlib
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
@@ -102,7 +103,8 @@ class SampledOrder:
 
     What a sampler draws is drawn as on one device, from the loader's and the sampler's generator,
     or from torch's default one. An epoch can therefore be drawn again from the states that these
-    had when it began, which is how the middle of one is found.
+    had when it began, which is how the middle of one is found. So can that of a sampler that
+    counts its epochs itself, if it has a ``state_dict``. The first batch tells if it is the same.
 
     Args:
         loader: The ready loader.
@@ -128,8 +130,10 @@ class SampledOrder:
                 "DistributedSampler; leave it out (shuffle=True instead): every data-parallel "
                 "rank gets its rows of each batch"
             )
-        self._beginning = Beginning(_drawn_from(loader))
+        samplers = {"sampler": self._sampler, "batch_sampler": batches}
+        self._beginning = Beginning(_drawn_from(loader), samplers)
         self._is_loaded = False
+        self._first: int | None = None
         self._keeps_workers, self._has_begun = loader.persistent_workers, False
         size = getattr(batches, "batch_size", None)
         self.size: int | None = size if isinstance(size, int) else None
@@ -172,12 +176,17 @@ class SampledOrder:
         # Between epochs the next one will be drawn from the present states.
         is_begun = taken > 0 or self._is_loaded
         beginning = self._beginning
-        return {"generators": beginning.states if is_begun else beginning.present()}
+        return {
+            "generators": beginning.states if is_begun else beginning.present(),
+            "samplers": beginning.of_samplers if is_begun else beginning.present_samplers(),
+            "first": self._first if taken > 0 else None,
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         if "generators" in state:
             self._beginning.load(state["generators"])
-            self._is_loaded = True
+            self._beginning.load_samplers(state.get("samplers", {}))
+            self._is_loaded, self._first = True, state.get("first")
 
     def _after(self, batches: Iterator[Indices], taken: int) -> Iterator[Indices]:
         seen = 0
@@ -185,6 +194,8 @@ class SampledOrder:
             batch = next(batches, None)
             if batch is None:
                 break
+            if seen == 0:
+                self._check_first(batch)
             seen += len(batch)
         if seen != taken:
             raise ValueError(
@@ -192,9 +203,22 @@ class SampledOrder:
                 f"batches of the DataLoader; {seen} is the next place that does"
             )
         first = next(batches, None)
+        if taken == 0:
+            self._first = None if first is None else _digest(first)
         if not isinstance(self._sampler, SequentialSampler):
             self._check_agreement(first)
         return iter(()) if first is None else itertools.chain([first], batches)
+
+    def _check_first(self, batch: Indices) -> None:
+        if self._first not in (None, _digest(batch)):
+            sampler = self._batches if self._sampler is None else self._sampler
+            raise ValueError(
+                f"the DataLoader's {type(sampler).__name__} draws another order than in the epoch "
+                "that was saved, so samples would count twice or never. Give it state_dict() and "
+                "load_state_dict(), which the loader saves and loads, or have it draw the epoch "
+                "that was saved, by loader.sampler.set_epoch(..) for example, before the loop; to "
+                "begin another epoch, leave the loader out of what is loaded"
+            )
 
     def _check_agreement(self, first: Indices | None) -> None:
         try:
@@ -216,6 +240,16 @@ class SampledOrder:
         if sampler.replacement or sampler.num_samples != len(sampler.data_source):
             return iter(batches)
         return _shuffled(sampler, batches.batch_size, drop_last=batches.drop_last)
+
+
+def _digest(batch: Indices) -> int:
+    """Return a number that tells batches apart."""
+    indices = batch.tolist() if isinstance(batch, Tensor) else [*batch]
+    return zlib.crc32(repr([_plain(index) for index in indices]).encode())
+
+
+def _plain(index: Any) -> Any:
+    return index.item() if isinstance(index, Tensor) and not index.dim() else index
 
 
 def _drawn_from(loader: DataLoader[Any]) -> dict[str, torch.Generator | None]:

@@ -58,7 +58,7 @@ class Stream:
             **options.settings,
         )
         self._has_begun = self.is_apart = False
-        self._beginning = Beginning({"loader": options.generator})
+        self._beginning = Beginning({"loader": options.generator}, {})
 
     def begin(self, epoch: int, taken: int) -> Iterator[tuple[int, Any]]:
         """Yield the rows of every batch that all ranks have, and this rank's batch."""

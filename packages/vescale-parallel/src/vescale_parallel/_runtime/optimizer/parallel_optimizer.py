@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from torch import nn
@@ -129,6 +129,9 @@ class ParallelOptimizer(Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, under the same plan or another.
 
+        Or the state of torch's own optimizer of one device, with the same groups, where a
+        parameter's number is its place.
+
         Raises:
             ValueError: If groups or parameter names differ.
         """
@@ -136,20 +139,16 @@ class ParallelOptimizer(Optimizer):
             changed = before(self, cast("Any", state_dict))
             state_dict = state_dict if changed is None else changed
         own, groups = self._groups_by_name(), state_dict["param_groups"]
-        if [g["params"] for g in own] != [list(g["params"]) for g in groups]:
-            raise ValueError(
-                "expected an optimizer state with the parameter groups of this optimizer, "
-                f"got groups of {[len(g['params']) for g in groups]} parameters for groups of "
-                f"{[len(g['params']) for g in own]}"
-            )
+        names = _names_of([g["params"] for g in own], [list(g["params"]) for g in groups])
         by_name = {name: public for public, name in self._vescale_names.items()}
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update({k: v for k, v in saved.items() if k != "params"})
         self.state = defaultdict(dict)
-        for name, values in state_dict["state"].items():
-            taken = self._vescale_plain.taken(by_name[name], values)
+        for key, values in state_dict["state"].items():
+            public = by_name[names[key]]
+            taken = self._vescale_plain.taken(public, values)
             if taken is not None:
-                self.state[by_name[name]] = taken
+                self.state[public] = taken
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -173,6 +172,29 @@ class ParallelOptimizer(Optimizer):
             {**group, "params": [self._vescale_names[public] for public in group["params"]]}
             for group in self.param_groups
         ]
+
+
+def _names_of(own: Sequence[Sequence[str]], saved: Sequence[Sequence[Any]]) -> dict[Any, str]:
+    """Return the name of each parameter of a saved state, which has names or numbers.
+
+    Raises:
+        ValueError: If groups or names differ.
+    """
+    keys = [key for group in saved for key in group]
+    names = [name for group in own for name in group]
+    are_numbers = all(isinstance(key, int) for key in keys)
+    if [*map(len, own)] != [*map(len, saved)]:
+        raise ValueError(
+            "expected an optimizer state with the parameter groups of this optimizer, got groups "
+            f"of {[*map(len, saved)]} parameters for groups of {[*map(len, own)]}"
+        )
+    if not are_numbers and keys != names:
+        here, there = next(pair for pair in zip(names, keys, strict=True) if len({*pair}) > 1)
+        raise ValueError(
+            "expected an optimizer state with the parameters of this optimizer in its order, got "
+            f"{there!r} in the place of {here!r}"
+        )
+    return dict(zip(keys, names, strict=True))
 
 
 def _by_parameter(

@@ -1,0 +1,55 @@
+"""Pickles of distributed tensors, of which each has the shard of one rank."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from vescale_dtensor._layout.layout import Layout
+
+Place = tuple[int, ...]  # of a rank on the mesh
+
+_OF_TORCH = torch.serialization.DEFAULT_PROTOCOL  # copies and queues of processes have newer ones
+_WHOLE = (
+    "gather every tensor on all ranks (tensor.full_tensor()) before rank 0 calls torch.save, or "
+    "call vescale_ckpt.save, which loads under any other plan"
+)
+
+
+def place_of_shard(layout: Layout, protocol: object) -> Place | None:
+    """Return whose shard a pickle of this rank has, None if every rank holds the whole tensor.
+
+    A program that saves files is warned that it is no more than that.
+    """
+    coordinate = layout.mesh.get_coordinate()
+    if coordinate is None or layout.is_replicated or layout.mesh.size() == 1:
+        return None
+    if protocol == _OF_TORCH:
+        warnings.warn(
+            "a distributed tensor was pickled (by torch.save of a state_dict() for example), "
+            "which holds this rank's shard alone: it loads on this rank, under the same plan, and "
+            f"nowhere else. To have the whole, {_WHOLE}",
+            stacklevel=3,
+        )
+    return tuple(coordinate)
+
+
+def owned(mesh: DeviceMesh, place: Place | None) -> DeviceMesh:
+    """Return the mesh of a shard that was pickled; refuse one that another rank has pickled.
+
+    Raises:
+        ValueError: With whose it is.
+    """
+    if place is None or not dist.is_initialized():
+        return mesh
+    rank = dist.get_rank()
+    if (mesh.mesh == rank).nonzero().tolist() != [[*place]]:
+        raise ValueError(
+            f"expected the shard of rank {rank} of a distributed tensor, got the one that rank "
+            f"{int(mesh.mesh[place])} of {mesh.size()} has pickled. A pickle holds one rank's "
+            f"shard: {_WHOLE}"
+        )
+    return mesh
