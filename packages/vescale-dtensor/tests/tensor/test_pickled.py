@@ -22,15 +22,15 @@ ALONE = r"this rank's shard alone.*full_tensor\(\).*vescale_ckpt\.save"
 
 def _saved_by_rank_0(path: str, placement: Placement) -> None:
     mesh = init_device_mesh("cpu", (2,))
-    x = nn.Parameter(distribute_tensor(torch.arange(6.0), mesh, (placement,)))
+    x: Any = nn.Parameter(distribute_tensor(torch.arange(6.0), mesh, (placement,)))
     if dist.get_rank() == 0:
         with pytest.warns(UserWarning, match=ALONE):
             torch.save({"x": x}, path)
     dist.barrier()
     if dist.get_rank() == 0:
         found = torch.load(path)["x"]
-        assert isinstance(found, nn.Parameter)
         assert torch.equal(found.to_local(), x.to_local())
+        assert isinstance(found, nn.Parameter)
     else:
         message = r"shard of rank 1 of a .*, got the one that rank 0 of 2 has pickled"
         with pytest.raises(Exception, match=message):

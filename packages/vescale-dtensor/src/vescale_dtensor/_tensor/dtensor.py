@@ -38,7 +38,7 @@ from . import checks
 from .events import tell_redistribution
 from .gradient_hooks import GradientHooks
 from .infer_global_shape import infer_layout
-from .pickled import Place, owned, place_of_shard
+from .pickled import Place, as_it_was, owned, place_of_shard
 from .python_values import PythonValues
 from .strides import are_alike, as_laid_out, in_memory_order
 from .watched_memory import handed_out
@@ -249,9 +249,9 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         made, local = layout_of(self), self._settled(alone=True)._local_tensor.detach()
-        state = local, made.mesh, made.placements, tuple(made.shape), made.stride
-        kind = self.requires_grad, isinstance(self, nn.Parameter)
-        return rebuild, (*state, *kind, place_of_shard(made, protocol))
+        state = made.mesh, made.placements, tuple(made.shape), made.stride, self.requires_grad
+        kind = isinstance(self, nn.Parameter), place_of_shard(made, protocol)
+        return rebuild, (local, *state, *kind)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
         """Return what this rank writes to a torch.distributed.checkpoint checkpoint."""
@@ -337,8 +337,8 @@ def rebuild(
     place: Place | None = None,
 ) -> DTensor:
     """Make a tensor that was pickled."""
-    made: Any = wrap(local, layout(owned(mesh, place), placements, shape, stride, local.dtype))
-    return (nn.Parameter(made, False) if is_parameter else made).requires_grad_(requires_grad)
+    made = wrap(local, layout(owned(mesh, place), placements, shape, stride, local.dtype))
+    return as_it_was(made, requires_grad=requires_grad, is_parameter=is_parameter)
 
 
 def gather(tensor: DTensor) -> Tensor:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor._layout.layout import Layout
@@ -53,3 +55,9 @@ def owned(mesh: DeviceMesh, place: Place | None) -> DeviceMesh:
             f"shard: {_WHOLE}"
         )
     return mesh
+
+
+def as_it_was(tensor: Tensor, *, requires_grad: bool, is_parameter: bool) -> Any:
+    """Return a tensor as what was pickled: a parameter, something that has a gradient."""
+    made = nn.Parameter(tensor, False) if is_parameter else tensor
+    return made.requires_grad_(requires_grad)

@@ -230,9 +230,7 @@ def test_a_sampler_that_draws_another_epoch_than_the_saved_one_is_refused() -> N
 
     first = counted()
     whole = [batch.tolist() for _ in range(2) for batch in first]
-    for batch in first:
-        third = [batch.tolist()]
-        break
+    third = [next(iter(first)).tolist()]
     state, again = first.state_dict(), counted()
     again.load_state_dict(state)
     message = r"another order than in the epoch that was saved.*state_dict.*set_epoch"
