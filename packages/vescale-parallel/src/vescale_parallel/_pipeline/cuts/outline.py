@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.copies import copied_without_hooks, on_meta
+from vescale_parallel._model.copies import copied_without_hooks, on_meta, snapshot
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.kept_outside import nothing_kept_outside
 from vescale_parallel._torch_private import TorchDispatchMode, pytree
 from vescale_parallel._trace.generators import untouched_generators
 
 from .hooks import without_global_hooks
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def outline_of(
         return _found(skeleton, fqn, given)
 
 
-def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) -> Outline:
+def _found(skeleton: nn.Module, fqn: str, given: Given) -> Outline:
     failed: Exception | None = None
     # Then with tensors that code makes by itself, an index say, on that device, too.
     for default in (contextlib.nullcontext(), torch.device("meta")):
@@ -73,7 +75,7 @@ def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) ->
                 untouched_generators(),
                 default,
             ):
-                return _run(skeleton, *pytree.tree_map_only(Tensor, on_meta, given))
+                return _tried(skeleton, given, on_meta)
         except Exception as error:
             failed = failed or error
     try:
@@ -83,7 +85,7 @@ def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) ->
             copied = _of_zeros(skeleton, device)
             devices = [device] if device.type == "cuda" else []
             with torch.random.fork_rng(devices), untouched_generators():
-                found = _run(copied, *pytree.tree_map_only(Tensor, _same_values, given))
+                found = _tried(copied, given, _same_values)
             return Outline(pytree.tree_map_only(Tensor, on_meta, found.output), found.written)
     except Exception as error:  # with values, so more of its own than of shapes
         failed = error
@@ -97,6 +99,19 @@ def _found(skeleton: nn.Module, fqn: str, given: tuple[tuple[Any, ...], Any]) ->
         f"pipeline parallelism could not find out the shape that {fqn!r} returns "
         f"without running it: {type(failed).__name__}: {failed}"
     ) from failed
+
+
+def _tried(module: nn.Module, given: Given, form: Callable[[Tensor], Tensor]) -> Outline:
+    """Run a module on tensors in another form, and on copies of objects that it may change.
+
+    A cache, of which one attempt would otherwise begin with what one that failed has left there.
+    """
+    copies = snapshot(given)
+    leaves = zip(pytree.tree_leaves(copies), pytree.tree_leaves(given), strict=True)
+    originals = {id(copy): original for copy, original in leaves if copy is not original}
+    found = _run(module, *pytree.tree_map_only(Tensor, form, copies))
+    output = pytree.tree_map(lambda leaf: originals.get(id(leaf), leaf), found.output)
+    return Outline(output, found.written)
 
 
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:
