@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -205,31 +204,6 @@ def test_a_state_goes_on_under_another_plan(in_threads: InThreads) -> None:
         return wholes_of(model, optimizer)[0]
 
     for found in in_threads(3, then):
-        for got, parameter in zip(found, expected.parameters(), strict=True):
-            assert torch.equal(got, parameter)
-
-
-def test_the_state_of_one_device_which_numbers_parameters_goes_on(in_threads: InThreads) -> None:
-    make = ELEMENTWISE["Adam"]
-    expected, models = net(), [net() for _ in range(WORLD)]
-    reference = make(expected.parameters())
-    for step in range(2):
-        give(expected, step)
-        reference.step()
-    values, saved = copy.deepcopy((expected.state_dict(), reference.state_dict()))
-    give(expected, 2)
-    reference.step()
-    for model in models:
-        model.load_state_dict(values)
-
-    def then(rank: int) -> list[Tensor]:
-        model, optimizer = parallelize(plan(), models[rank], lambda m: make(m.parameters()))
-        optimizer.load_state_dict(saved)
-        give(model, 2)
-        optimizer.step()
-        return wholes_of(model, optimizer)[0]
-
-    for found in in_threads(WORLD, then):
         for got, parameter in zip(found, expected.parameters(), strict=True):
             assert torch.equal(got, parameter)
 

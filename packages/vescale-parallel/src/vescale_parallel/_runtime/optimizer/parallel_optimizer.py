@@ -8,7 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vescale_dtensor import announced_failures, is_sharded, profiler_range
@@ -146,6 +146,8 @@ class ParallelOptimizer(Optimizer):
         self.state = defaultdict(dict)
         for key, values in state_dict["state"].items():
             public = by_name[names[key]]
+            if _is_torchs(type(self)):
+                values = _in_dtype(values, public)
             taken = self._vescale_plain.taken(public, values)
             if taken is not None:
                 self.state[public] = taken
@@ -195,6 +197,30 @@ def _names_of(own: Sequence[Sequence[str]], saved: Sequence[Sequence[Any]]) -> d
             f"{there!r} in the place of {here!r}"
         )
     return dict(zip(keys, names, strict=True))
+
+
+def _is_torchs(cls: type[Optimizer]) -> bool:
+    """Whether a class is one of torch's optimizers, or derived from one."""
+    return any(
+        base is not Optimizer and base.__module__.startswith("torch.optim.")
+        for base in cls.__mro__
+    )
+
+
+def _in_dtype(values: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """Return a parameter's state in its dtype, in which torch's optimizers have it.
+
+    As torch's own ``load_state_dict`` does: what was saved may be of a model in another dtype.
+    Counters, which have no dims where the parameter has some, keep theirs.
+    """
+    made = dict(values)
+    for name, value in values.items():
+        if isinstance(value, Mapping):  # of one of several matrices
+            made[name] = _in_dtype(cast("Mapping[str, Any]", value), parameter)
+        elif name != "step" and isinstance(value, Tensor) and value.is_floating_point():
+            is_counter = parameter.dim() and not value.dim()
+            made[name] = value if is_counter else value.to(parameter.dtype)
+    return made
 
 
 def _by_parameter(
