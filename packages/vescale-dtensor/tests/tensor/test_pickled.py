@@ -32,7 +32,7 @@ def _saved_by_rank_0(path: str, placement: Placement) -> None:
         assert torch.equal(found.to_local(), x.to_local())
         assert isinstance(found, nn.Parameter)
     else:
-        message = r"shard of rank 1 of a .*, got the one that rank 0 of 2 has pickled"
+        message = r"shard of rank 1 of a .*, got the one that a rank at \(0,\) has pickled"
         with pytest.raises(Exception, match=message):
             torch.load(path)
 
@@ -69,6 +69,24 @@ def _whole(path: str) -> None:
 
 def test_what_every_rank_holds_whole_loads_on_every_rank(world2: World, tmp_path: Path) -> None:
     world2.run(_whole, str(tmp_path / "x.pt"))
+
+
+def _copies(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    x = distribute_tensor(torch.arange(4.0), mesh, (Replicate(), Shard(0)))
+    if dist.get_rank() == 0:
+        with pytest.warns(UserWarning, match=ALONE):
+            torch.save(x, path)
+    dist.barrier()
+    if dist.get_rank() % 2 == 0:
+        assert torch.equal(torch.load(path).to_local(), x.to_local())
+    else:
+        with pytest.raises(Exception, match=r"got the one that a rank at \(None, 0\)"):
+            torch.load(path)
+
+
+def test_ranks_that_hold_the_same_shard_load_it(world4: World, tmp_path: Path) -> None:
+    world4.run(_copies, str(tmp_path / "x.pt"))
 
 
 def _alone() -> None:

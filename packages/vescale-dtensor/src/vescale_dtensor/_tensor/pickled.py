@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
 from vescale_dtensor._layout.layout import Layout
 
-Place = tuple[int, ...]  # of a rank on the mesh
+# Of a rank on the mesh; None along an axis whose ranks hold the same.
+Place = tuple[int | None, ...]
 
 _OF_TORCH = torch.serialization.DEFAULT_PROTOCOL  # copies and queues of processes have newer ones
 _WHOLE = (
@@ -36,7 +38,10 @@ def place_of_shard(layout: Layout, protocol: object) -> Place | None:
             f"nowhere else. To have the whole, {_WHOLE}",
             stacklevel=3,
         )
-    return tuple(coordinate)
+    return tuple(
+        None if isinstance(placement, Replicate) else index
+        for index, placement in zip(coordinate, layout.placements, strict=True)
+    )
 
 
 def owned(mesh: DeviceMesh, place: Place | None) -> DeviceMesh:
@@ -48,10 +53,11 @@ def owned(mesh: DeviceMesh, place: Place | None) -> DeviceMesh:
     if place is None or not dist.is_initialized():
         return mesh
     rank = dist.get_rank()
-    if (mesh.mesh == rank).nonzero().tolist() != [[*place]]:
+    own = (mesh.mesh == rank).nonzero().flatten().tolist()
+    if len(own) != len(place) or any(p not in (None, i) for p, i in zip(place, own, strict=True)):
         raise ValueError(
-            f"expected the shard of rank {rank} of a distributed tensor, got the one that rank "
-            f"{int(mesh.mesh[place])} of {mesh.size()} has pickled. A pickle holds one rank's "
+            f"expected the shard of rank {rank} of a distributed tensor, at {tuple(own)} of its "
+            f"mesh, got the one that a rank at {place} has pickled. A pickle holds one rank's "
             f"shard: {_WHOLE}"
         )
     return mesh
