@@ -18,7 +18,7 @@ from vescale_testing import World
 
 from . import invariant_bits
 from .families import VOCABULARY, hugging_face, tokens
-from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
+from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
 from .training import whole
@@ -245,6 +245,14 @@ def test_what_their_layers_return_is_verified_part_by_part(
     plan = vescale.generate_plan(build(family), constraints, world_size=4, example_batch=tokens())
     batch = tokens() | {"labels": tokens()["input_ids"]}
     report = vescale.verify(plan, lambda: build(family), batch, steps=1)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("family", ["phi3", "one_key_head"])
+def test_parts_of_a_plan_that_says_sizes_alone_are_verified(family: str) -> None:
+    """How its matrices are packed is found by ``parallelize``, of which the plan says nothing."""
+    batch = tokens() | {"labels": tokens()["input_ids"]}
+    report = vescale.verify(make_plan({TP: 2}), lambda: build(family), batch, steps=1)
     assert report.passed, str(report)
 
 
