@@ -22,8 +22,8 @@ from vescale_parallel._pipeline.step import PipelineStep
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._rng.stage_draws import StageDraws
-from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
-from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
+from vescale_parallel._tensor_parallel.vocabulary.distributed_logits import DistributedLogits
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments

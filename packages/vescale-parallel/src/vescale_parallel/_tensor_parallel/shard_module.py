@@ -25,7 +25,7 @@ from vescale_dtensor import local_boxes
 from vescale_parallel._torch_private import make_wrapper, pytree
 
 from .chunks import part_sizes
-from .replaced_parameters import ReadParts
+from .read_by_forward.parameters import ReadParts
 from .sharding_spec import ShardingSpec, parts_of
 from .tensor_sharding import TensorSharding
 

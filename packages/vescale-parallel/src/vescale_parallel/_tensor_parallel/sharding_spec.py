@@ -13,6 +13,8 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import matching, merged, renamed_owner
 
+from .read_by_forward.arguments import ArgumentSlice, parse_slice
+
 K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(?:(\d+)|\((\d+(?:, ?\d+)+)\))\)")
@@ -26,7 +28,7 @@ _PARTS = re.compile(r"Shard\(0\)(?: of (?:(\d+)|([A-Za-z_][\w.]*)))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::([\w.]+))?>")
 _MARKS = (
     "<in>, <out>, <enter>, <leave>, <reenter>, <grad>, <read>, <read:name>, <part>, <whole>,\n"
-    "<whole:name>, <chunks>, <attr:name>, <shape> or <random:k>"
+    "<whole:name>, <slice:name>, <chunks>, <attr:name>, <shape> or <random:k>"
 )
 
 
@@ -159,6 +161,7 @@ class ShardingSpec:
         whole: (module FQN, argument), of norms over a sharded dim, to how the argument is sharded:
             it is gathered before them, and what they return is sharded again. The argument is
             empty for the first activation.
+        slices: (module FQN, argument) to which part of it a rank's forward gets.
         chunked: Module FQN, of whole parameters that are applied to sharded activations, to how
             what it is called with is sharded: chunks of numerics ``"invariant"`` are along it.
         shared: FQN of whole linear layers of whose output a rank computes a part, to the
@@ -182,11 +185,17 @@ class ShardingSpec:
     reads: Mapping[str, Placement]
     read_parts: Mapping[tuple[str, str], tuple[Placement, ...]]
     whole: Mapping[tuple[str, str], Shard]
+    slices: Mapping[tuple[str, str], ArgumentSlice]
     chunked: Mapping[str, Shard]
     shared: Mapping[str, int]
     attributes: Mapping[tuple[str, str], int | str | None]
     shaped: Mapping[str, Shard]
     draws: Mapping[tuple[str, int], Shard | InterleavedShard]
+
+    @property
+    def read_whole(self) -> list[tuple[str, str]]:
+        """Parameters and buffers of which modules read some parts whole, as in `read_parts`."""
+        return [key for key, parts in self.read_parts.items() if Replicate() in parts]
 
     def renamed(self, names: Mapping[str, str]) -> ShardingSpec:
         """Return the same with modules of several names under one of them.
@@ -217,6 +226,7 @@ class ShardingSpec:
             merged(self.reads, parameter),
             merged(self.read_parts, pair),
             merged(self.whole, pair),
+            merged(self.slices, pair),
             merged(self.chunked, module),
             merged(self.shared, module),
             merged(self.attributes, pair),
@@ -239,6 +249,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
     grads, reads = dict[str, Placement](), dict[str, Placement]()
     read_parts: dict[tuple[str, str], tuple[Placement, ...]] = {}
     whole: dict[tuple[str, str], Shard] = {}
+    slices: dict[tuple[str, str], ArgumentSlice] = {}
     chunked, shaped = dict[str, Shard](), dict[str, Shard]()
     shared: dict[str, int] = {}
     attributes: dict[tuple[str, str], int | str | None] = {}
@@ -273,6 +284,8 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 read_parts |= {(fqn, name): parse_placements(text) for fqn in having}
             case "whole":
                 whole |= {(fqn, name): _argument_dim(pattern, text) for fqn in names}
+            case "slice":
+                slices |= {(fqn, name): parse_slice(pattern, text) for fqn in names}
             case "chunks" | "shape":
                 target = chunked if kind == "chunks" else shaped
                 target |= dict.fromkeys(names, _argument_dim(pattern, text))
@@ -287,7 +300,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 raise _no_such_mark(pattern, kind)
     return ShardingSpec(
         *(parameters, inputs, outputs, entered, left, reentered, grads, reads, read_parts, whole),
-        *(chunked, shared, attributes, shaped, draws),
+        *(slices, chunked, shared, attributes, shaped, draws),
     )
 
 
