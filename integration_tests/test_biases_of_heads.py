@@ -181,7 +181,16 @@ PLANS: list[Constraints] = [
 ]
 
 
+SAMPLE = [("bloom", PLANS[1]), ("argument", PLANS[2]), ("table", PLANS[3]), ("mpt", PLANS[0])]
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "constraints"), SAMPLE, ids=str)
+def test_plans_of_four_ranks(world4: World, name: str, constraints: Constraints) -> None:
+    compare(world4, build, name, constraints)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SAID)
 @pytest.mark.parametrize("constraints", PLANS, ids=str)
 def test_four_ranks_have_the_losses_and_gradients_of_one(
@@ -191,7 +200,7 @@ def test_four_ranks_have_the_losses_and_gradients_of_one(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", ["slopes", "argument"])
 def test_blocks_that_run_again_read_them_again(world2: World, name: str) -> None:
     compare(world2, build, name, {TP: 2, "recompute": "full"})
 

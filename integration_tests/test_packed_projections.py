@@ -88,6 +88,11 @@ EXTRA: dict[str, dict[str, Any]] = {
         "n_groups": 4, "chunk_size": 8,
         "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
     },
+    "falcon_h1": {
+        **SIZES, "head_dim": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4,
+        "mamba_n_groups": 4, "mamba_chunk_size": 4, "mamba_d_ssm": 64,
+        "ssm_multipliers": [0.3, 0.7, 1.3, 0.6, 1.7],
+    },
     "gpt_bigcode": {
         **SIZES, "num_attention_heads": 8, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
         "resid_pdrop": 0.0,
@@ -105,6 +110,8 @@ PACKED: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "qwen3_next": {"model.layers.*.linear_attn.conv1d.weight": (32, 32, 64)},
     "nemotron_h": {"model.layers.*.mixer.in_proj.weight": (64, 64, 32, 32, 8)},
+    # A buffer of the same parts is multiplied by what the projection returns.
+    "falcon_h1": {"model.layers.*.mamba.in_proj.weight": (64, 64, 16, 16, 8)},
     "by_hand": {"blocks.*.qkv.weight": (32, 16, 16)},
     "one_key_head": {"blocks.*.qkv.weight": (32, 8)},
     # One key-value head for all queries: keys and values behind each other are one part.

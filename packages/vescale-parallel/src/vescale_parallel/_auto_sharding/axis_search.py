@@ -184,8 +184,9 @@ class Search:
         if self._is_written(value) or f"{module}.running_mean" in self.trace.buffers:
             return None
         parts = self._parts(atoms, value.dims[dims[0]], value)
-        if len(parts) == 1:
-            return {(module, name): (Shard(dims[0]),)}
+        if all(has_it for _, has_it in parts):
+            lengths = number_or_lengths([length for length, _ in parts])
+            return {(module, name): (shard_of_parts(dims[0], lengths),)}
         for owner in owners:
             same = [self._parts(atoms, dim, owner) == parts for dim in owner.dims]
             if any(same) and is_within(self.names[owner.index][0], module):

@@ -173,13 +173,15 @@ def _check_shards_of_buffer(
     size: int,
 ) -> None:
     """Raise unless a buffer has shards, or is as long as a sharded parameter below a module."""
-    dim, buffer = shard_dim(placement), dict(model.get_submodule(module).named_buffers()).get(name)
+    dim: int = getattr(placement, "dim", 0)
+    buffer = dict(model.get_submodule(module).named_buffers()).get(name)
     lengths: set[int] = set()
     for fqn, each in placements.items():
         if fqn.startswith(f"{module}.") and isinstance(each, Shard):
             lengths.add(model.get_parameter(fqn).shape[each.dim])
-    has_dim = buffer is not None and dim is not None and 0 <= dim < buffer.dim()
-    length = buffer.shape[dim] if buffer is not None and has_dim else 1
+    length = buffer.shape[dim] if buffer is not None and 0 <= dim < buffer.dim() else 1
+    if buffer is not None and isinstance(placement, InterleavedShard):
+        _check_divides(f"{module}.{name}", buffer.shape, placement, size, even=True)
     if length % size and length not in lengths:
         raise ValueError(
             f"tensor_parallel.sharding_plan: {module}.<read:{name}> {placement_text(placement)!r} "
@@ -198,10 +200,10 @@ def buffer_placement(
         ValueError: If there is no such parameter below the module.
     """
     parts = spec.read_parts[module, name]
+    if len(parts) == 1 and isinstance(parts[0], Shard | InterleavedShard):
+        return parts[0]
     (dim,) = {shard_dim(each) for each in parts} - {None}
     assert dim is not None
-    if len(parts) == 1:
-        return Shard(dim)
     as_long = buffer.shape[dim] if 0 <= dim < buffer.dim() else 0
     for (owner, other), each in spec.read_parts.items():
         placement = placements.get(f"{owner}.{other}")

@@ -68,12 +68,14 @@ def placement_text(placement: Placement) -> str:
 
 
 def parse_placements(text: str) -> tuple[Placement, ...]:
-    """Read one placement for each part: ``"(Shard(0), Replicate())"``, or ``"Shard(0)"`` of all.
+    """Read one placement for each part: ``"(Shard(0), Replicate())"``.
+
+    Or the one of all: ``"Shard(0)"``, ``"InterleavedShard(0, 3)"``.
 
     Raises:
         ValueError: If several are not ``"Shard(d)"`` of one dim and ``"Replicate()"``, both.
     """
-    if _SHARD.fullmatch(text):
+    if _SHARD.fullmatch(text) or _INTERLEAVED.fullmatch(text):
         return (parse_placement(text),)
     match = _PLACEMENTS.fullmatch(text)
     placements = tuple(map(parse_placement, match[1].split(", "))) if match else ()
