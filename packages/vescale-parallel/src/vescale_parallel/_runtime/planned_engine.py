@@ -29,6 +29,7 @@ from .accumulation import AccumulatedStep
 from .arguments import Arguments
 from .compared.same_inputs import SameInputs
 from .engine import Engine, ProvesCalls
+from .optimizer.own_steps import take_local_tensors
 from .outside import KnownModules
 from .where import name_modules_of
 
@@ -76,6 +77,7 @@ def planned_engine(
             loss_of=loss_called(plan.pipeline_parallel.loss),
         )
     name_modules_of(model)
+    take_local_tensors()
     return Engine(
         mesh=mesh,
         parameters=parameters,
