@@ -18,12 +18,8 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_parallel._model.fqns import generalize
+from vescale_parallel._tensor_parallel.chunks import Parts, number_or_lengths, shard_of_parts
 from vescale_parallel._tensor_parallel.read_by_forward.arguments import ArgumentSlice
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    Parts,
-    number_or_lengths,
-    shard_of_parts,
-)
 from vescale_parallel._trace.axes import (
     Argument,
     Axes,

@@ -13,8 +13,8 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.linear_layout import linear_kind
 
 from .attention_heads import check_attention
-from .chunks import part_sizes
-from .sharding_spec import ShardingSpec, parts_of, placement_text, shard_dim, shard_of_parts
+from .chunks import part_sizes, parts_of, shard_of_parts
+from .sharding_spec import ShardingSpec, placement_text, shard_dim
 
 
 def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict[str, Placement]:

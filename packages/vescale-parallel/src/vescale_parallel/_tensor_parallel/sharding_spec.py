@@ -20,8 +20,6 @@ _SHARD = re.compile(r"Shard\((-?\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(?:(\d+)|\((\d+(?:, ?\d+)+)\))\)")
 _EITHER = r"(?:Shard\(\d+\)|Replicate\(\))"
 _PLACEMENTS = re.compile(rf"\(({_EITHER}(?:, {_EITHER})+)\)")
-# Of a dim that is made of parts: how many equal ones, or the length of each.
-Parts = int | tuple[int, ...]
 # What a mark of parameters can say; its opposite is said by leaving it out.
 _ONLY = {"grad": "Partial()", "read": "Partial()"}
 _PARTS = re.compile(r"Shard\(0\)(?: of (?:(\d+)|([A-Za-z_][\w.]*)))?")
@@ -97,28 +95,6 @@ def placements_text(placements: Sequence[Placement]) -> str:
 def texts_of(plan: Mapping[str, Placement]) -> dict[str, str]:
     """Return what is said of patterns as a sharding plan says it."""
     return {pattern: placement_text(placement) for pattern, placement in plan.items()}
-
-
-def shard_of_parts(dim: int, parts: Parts) -> Placement:
-    """Return the placement that shards each of the parts that a dim is made of."""
-    return Shard(dim) if parts == 1 else InterleavedShard(dim, parts)
-
-
-def number_or_lengths(lengths: Sequence[int]) -> Parts:
-    """Return parts by their number if they are of one length."""
-    return len(lengths) if len(set(lengths)) == 1 else tuple(lengths)
-
-
-def parts_of(placement: Placement) -> Parts:
-    """Return the parts of a dim that are sharded, each on its own."""
-    return placement.parts if isinstance(placement, InterleavedShard) else 1
-
-
-def lengths_within(parts: Parts, length: int) -> list[int]:
-    """Return the lengths of parts of what is ``length`` long: a dim, a shard of it, or a chunk."""
-    if isinstance(parts, tuple):
-        return [part * length // sum(parts) for part in parts]
-    return [length // parts] * parts
 
 
 @dataclass(frozen=True)
@@ -244,14 +220,12 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
         ValueError: If a pattern matches nothing or a placement cannot be read.
     """
     parameters: dict[str, Placement] = {}
-    inputs: dict[tuple[str, str], PlacementChange] = {}
-    outputs: dict[str, PlacementChange] = {}
+    inputs, outputs = dict[tuple[str, str], PlacementChange](), dict[str, PlacementChange]()
     entered: dict[tuple[str, str], Placement] = {}
     left, reentered = dict[str, Placement](), dict[str, Placement]()
     grads, reads = dict[str, Placement](), dict[str, Placement]()
-    read_parts: dict[tuple[str, str], tuple[Placement, ...]] = {}
-    whole: dict[tuple[str, str], Shard] = {}
-    slices: dict[tuple[str, str], ArgumentSlice] = {}
+    read_parts = dict[tuple[str, str], tuple[Placement, ...]]()
+    whole, slices = dict[tuple[str, str], Shard](), dict[tuple[str, str], ArgumentSlice]()
     chunked, shaped = dict[str, Shard](), dict[str, Shard]()
     shared: dict[str, int] = {}
     attributes: dict[tuple[str, str], int | str | None] = {}

@@ -11,11 +11,8 @@ from torch import nn
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, matching
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    parse_placement,
-    parts_of,
-    placement_text,
-)
+from vescale_parallel._tensor_parallel.chunks import parts_of
+from vescale_parallel._tensor_parallel.sharding_spec import parse_placement, placement_text
 
 # What a module reads of a buffer, in parts that differ in length.
 _READ = re.compile(r"(.*)\.<read:([\w.]+)>")

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.apply import install
-from vescale_parallel._tensor_parallel.sharding_spec import parts_of
+from vescale_parallel._tensor_parallel.chunks import parts_of
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
 from .boundary import InvariantBoundary

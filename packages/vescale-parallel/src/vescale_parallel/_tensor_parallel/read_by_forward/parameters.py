@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale_parallel._model.linear_layout import linear_kind
+from vescale_parallel._tensor_parallel.chunks import parts_of
 from vescale_parallel._tensor_parallel.conversions import Boundary
-from vescale_parallel._tensor_parallel.sharding_spec import parts_of
 
 
 @contextlib.contextmanager
