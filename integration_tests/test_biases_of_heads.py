@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, BloomConfig
 
 import vescale
-from vescale_parallel import propose_sharding, tensor_parallel_plan
+from vescale_parallel import explain, propose_sharding, tensor_parallel_plan
 from vescale_testing import World
 
 from . import invariant_bits
@@ -203,6 +203,22 @@ def test_four_ranks_have_the_losses_and_gradients_of_one(
 @pytest.mark.parametrize("name", ["slopes", "argument"])
 def test_blocks_that_run_again_read_them_again(world2: World, name: str) -> None:
     compare(world2, build, name, {TP: 2, "recompute": "full"})
+
+
+def explained(name: str) -> str:
+    plan = vescale.generate_plan(build(name), {TP: 2}, world_size=2, example_batch=tokens())
+    model = vescale.parallelize(plan, build(name))
+    with explain(model) as explanation:
+        model(input_ids=tokens()["input_ids"], labels=tokens()["input_ids"])
+    return str(explanation)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("bloom", "alibi read as Shard(0) of each row"), ("table", "table read as Shard(1)")],
+)
+def test_explain_says_what_is_read_in_parts(world2: World, name: str, said: str) -> None:
+    assert said in world2.run(explained, name)[0]
 
 
 @pytest.mark.parametrize("name", ["bloom", "table"])

@@ -227,6 +227,8 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
             for (module_fqn, name), part in spec.slices.items()
             if module_fqn == fqn
         ]
+        if fqn in spec.shaped:
+            integers.append("the shape of its input as of a rank's shard")
         move = spec.outputs.get(fqn)
         outcome: Outcome = "whole"
         if move is not None and move.source == move.target == Shard(-1):
