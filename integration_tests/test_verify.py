@@ -247,6 +247,50 @@ def test_a_loss_that_a_module_returns_is_that_of_its_rows(ignored: int) -> None:
     assert not report.not_compared
 
 
+class TwoMeans(nn.Module):
+    """Drops, and adds up means over targets of several kinds, as what finds answers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.drop, self.weights = nn.Dropout(0.5), nn.Buffer(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def forward(self, x: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.drop(block(x))
+        begin, end = F.cross_entropy(x, target=begins), F.cross_entropy(x, ends)
+        return begin + end / 2 + F.nll_loss(x.log_softmax(-1), ends, self.weights)
+
+
+def test_means_over_other_targets_have_other_counts() -> None:
+    batch = {"x": torch.randn(8, 4), "begins": torch.arange(8) % 4, "ends": torch.arange(8) % 4}
+    batch["ends"][1:4] = -100
+    report = vescale.verify(make_plan({PP: 2, PARTS: 4}), TwoMeans, batch, steps=2)
+    assert report.passed, report
+
+
+class Chooses(nn.Module):
+    """One score of every choice, whose bias softmax does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.score = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.score(self.up(x).tanh()).squeeze(-1), labels)
+
+
+@pytest.mark.parametrize("constraints", [{DP: 2}, {DP: 4, ZERO: 2}])
+def test_a_gradient_that_is_nothing_but_rounding_is_measured_by_others(
+    constraints: Constraints,
+) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        batch = {"x": torch.randn(8, 3, 4), "labels": torch.arange(8) % 3}
+        report = vescale.verify(make_plan(constraints), Chooses, batch, steps=2, seed=seed)
+        assert report.passed, report
+
+
 def test_bits_of_a_pipeline_are_those_of_a_model_without_a_cache() -> None:
     """T5's keys and values are copied by a cache, and products of them rounded otherwise."""
     config = transformers.T5Config(

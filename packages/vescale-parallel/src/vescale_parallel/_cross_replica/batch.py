@@ -20,9 +20,9 @@ from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
 
 from .added.summed_buffers import SummedBuffers
-from .batches.graphs import refused_parts
 from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
+from .in_parts import listed, refuse_parts, refused_regions
 from .regions import RowRegions
 
 # Calls in which what has no rows is compared.
@@ -107,12 +107,8 @@ class BatchRows:
         if apart is not None and (in_parts_by or self._is_sliced(self.coupling)):
             self.coupling = apart
         try:
-            if in_parts_by and self.coupling.of_graphs:
-                raise ValueError(refused_parts(in_parts_by))
-            if in_parts_by and self.coupling.written:
-                raise ValueError(_refused_writes(self.coupling, in_parts_by))
-            if in_parts_by and self.coupling.rows_read and torch.is_grad_enabled():
-                raise ValueError(_refused_rows(self.coupling, in_parts_by))
+            if in_parts_by:
+                refuse_parts(self.coupling, in_parts_by)
             with (
                 self.summed.of_call(model, self.coupling),
                 self._over_all_rows(model, args, kwargs, in_parts_by),
@@ -142,7 +138,7 @@ class BatchRows:
             yield
             return
         if in_parts_by:
-            raise ValueError(_refusal(self.coupling, in_parts_by, self._num_parts))
+            raise ValueError(refused_regions(self.coupling, in_parts_by, self._num_parts))
         if self._regions is None:  # one rank has the whole batch
             yield
             return
@@ -250,25 +246,6 @@ def exchange_over(groups: Sequence[dist.ProcessGroup]) -> Callable[[Any], list[A
     return exchange
 
 
-def _refused_writes(coupling: RowCoupling, in_parts_by: str) -> str:
-    names = ", ".join(sorted(coupling.written))
-    return (
-        f"forward writes to parameters ({names}), but {in_parts_by} runs it several times a step. "
-        "Write to them after optimizer.step(), make them buffers, or use pipeline_parallel.size 1 "
-        "and batch.gradient_accumulation 1"
-    )
-
-
-def _refused_rows(coupling: RowCoupling, in_parts_by: str) -> str:
-    names = ", ".join(map(repr, sorted(coupling.rows_read)))
-    return (
-        f"forward keeps {names} for every row of a batch and computes with it in the next call, "
-        f"but {in_parts_by} runs it in micro-batches, each of other rows. Use "
-        "pipeline_parallel.size 1 and batch.gradient_accumulation 1, or give it to the model with "
-        "the batch"
-    )
-
-
 def _kept_warning(coupling: RowCoupling) -> str:
     names = ", ".join(map(repr, sorted(coupling.kept)))
     return (
@@ -281,25 +258,7 @@ def _kept_warning(coupling: RowCoupling) -> str:
 
 def _refused_context(coupling: RowCoupling) -> str:
     return (
-        f"rows of the batch depend on each other ({_listed(coupling)}) within blocks, which "
+        f"rows of the batch depend on each other ({listed(coupling)}) within blocks, which "
         "compute on slices of sequences under context_parallel. Use data_parallel.size 1 or "
         "context_parallel.size 1, or compute it outside of blocks"
-    )
-
-
-def _listed(coupling: RowCoupling) -> str:
-    return "; ".join(f"{fqn or 'the model'!r}: {why}" for fqn, why in coupling.regions.items())
-
-
-def _refusal(coupling: RowCoupling, in_parts_by: str, num_parts: int) -> str:
-    # Which gives the loop the outputs of all micro-batches.
-    of_loop = (
-        ", or, with data_parallel.size 1, compute the loss in the loop, of what forward returns"
-    )
-    return (
-        f"rows of the batch depend on each other ({_listed(coupling)}), but {in_parts_by} runs it "
-        f"in {num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "
-        "batch.gradient_accumulation 1, under which data-parallel ranks compute that code over "
-        "the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the "
-        f"targets of all micro-batches){of_loop if in_parts_by == 'a pipeline' else ''}"
     )

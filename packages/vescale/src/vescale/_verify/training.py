@@ -108,8 +108,10 @@ def shard_after_shard(
         program: What to train.
         plan: Whose ranks and micro-batches.
         change: What to do to the model first.
-        model: What to train instead of the program's plain model.
+        model: What to train instead of the program's plain model; its blocks are compiled if
+            those of the plan are.
     """
+    compiled = () if model is None else _compiled_blocks(model, plan)
     model, record = _plain_model(program) if model is None else model, Record()
     if change is not None:
         change(model)
@@ -120,7 +122,6 @@ def shard_after_shard(
     copies = num_data_ranks(plan)
     if plan.data_parallel.zero_stage:
         copies //= plan.axes["dp_shard"]
-    compiled = _compiled_blocks(model, plan)
     _seed(program, record)
     for whole_batch in program.batches:
         batch = program.on_device(whole_batch)
@@ -152,7 +153,7 @@ def _gradients_of_ranks(
         for reduction in range(num_reductions):
             model.zero_grad()
             for part in range(reduction, parts, num_reductions):
-                with means:
+                with means.of_forward():
                     own = shard_of(batch, rank * parts + part, ranks * parts)
                     loss = program.loss_of(model, own)
                 (loss / parts).backward()
@@ -167,7 +168,7 @@ def _counted_means(
 ) -> GlobalMeans:
     means = GlobalMeans(num_data_ranks(plan) * num_parts(plan))
     buffers = [buffer.clone() for buffer in model.buffers()]
-    with means, torch.no_grad(), torch.random.fork_rng():
+    with means.of_forward(), torch.no_grad(), torch.random.fork_rng():
         program.loss_of(model, batch)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
