@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections import UserDict
@@ -10,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -266,6 +268,55 @@ def test_means_over_other_targets_have_other_counts() -> None:
     batch = {"x": torch.randn(8, 4), "begins": torch.arange(8) % 4, "ends": torch.arange(8) % 4}
     batch["ends"][1:4] = -100
     report = vescale.verify(make_plan({PP: 2, PARTS: 4}), TwoMeans, batch, steps=2)
+    assert report.passed, report
+
+
+class DrawsOnTheHost(nn.Module):
+    """Scales by chance, of Python and of NumPy, as layers that are skipped do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = random.random() + np.random.rand()
+        for block in self.blocks:
+            x = block(x) * scale
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("constraints", [{DP: 2}, {PP: 2, PARTS: 2}])
+def test_generators_of_python_and_numpy_are_seeded_and_left_alone(
+    constraints: Constraints,
+) -> None:
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    plan = make_plan(constraints)
+    report = vescale.verify(plan, DrawsOnTheHost, {"x": torch.randn(8, 4)}, steps=2)
+    assert report.passed, report
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+class DropsTwice(nn.Module):
+    """One module drops before the blocks and behind them, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.drop(x + first).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parts"), [("interleaved_1f1b", 4), ("zbv", 4), ("looped_bfs", 2)]
+)
+def test_stages_of_a_rank_call_a_module_by_turns(schedule: str, parts: int) -> None:
+    plan = make_plan({PP: 2, PARTS: parts, SCHEDULE: schedule, VIRTUAL: 2})
+    report = vescale.verify(plan, DropsTwice, {"x": torch.randn(8, 4)}, steps=2)
     assert report.passed, report
 
 

@@ -45,6 +45,7 @@ class Record:
         parameters: By step and name, after the optimizer's step.
         buffers: By step and name, after the optimizer's step.
         generators: State of the CPU's generator, before the first step and after each.
+        on_host: Likewise, of the generators of Python and NumPy.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -58,11 +59,13 @@ class Record:
     parameters: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     buffers: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     generators: list[Tensor] = field(default_factory=list[Tensor])
+    on_host: list[bytes] = field(default_factory=list[bytes])
 
     @property
     def draws(self) -> bool:
         """Whether training drew random numbers."""
-        return not torch.equal(self.generators[0], self.generators[-1])
+        drawn_on_host = len({*self.on_host}) > 1
+        return drawn_on_host or not torch.equal(self.generators[0], self.generators[-1])
 
 
 def full(tensor: Tensor) -> Tensor:

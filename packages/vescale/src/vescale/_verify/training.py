@@ -18,6 +18,7 @@ from vescale._parallelize import parallelize
 from vescale._torch_private import pytree
 from vescale_parallel import ParallelPlan, compile_report, give_no_layers, with_constraints
 
+from .host_generators import host_state, kept_host_state, seed_host
 from .record import Record, full, full_state, recorded_activations
 from .reference_means import GlobalMeans, mean_in_order
 
@@ -50,6 +51,7 @@ class Program:
     def build(self) -> nn.Module:
         """Construct the model, real or deferred, as every run does."""
         torch.manual_seed(self.seed)
+        seed_host(self.seed)
         model = self.model_fn()
         return model if self.dtype is None else model.to(self.dtype)
 
@@ -168,7 +170,7 @@ def _counted_means(
 ) -> GlobalMeans:
     means = GlobalMeans(num_data_ranks(plan) * num_parts(plan))
     buffers = [buffer.clone() for buffer in model.buffers()]
-    with means.of_forward(), torch.no_grad(), torch.random.fork_rng():
+    with means.of_forward(), torch.no_grad(), torch.random.fork_rng(), kept_host_state():
         program.loss_of(model, batch)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -262,12 +264,15 @@ def _end_of_step(
     record.parameters.append(full_state(model.named_parameters()))
     record.buffers.append(full_state(model.named_buffers()))
     record.generators.append(torch.get_rng_state())
+    record.on_host.append(host_state())
     record.losses.append(full(loss))
 
 
 def _seed(program: Program, record: Record) -> None:
     torch.manual_seed(program.seed)
+    seed_host(program.seed)
     record.generators.append(torch.get_rng_state())
+    record.on_host.append(host_state())
 
 
 def _state(model: nn.Module) -> Any:

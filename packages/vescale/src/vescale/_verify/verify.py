@@ -22,6 +22,7 @@ from vescale_parallel import ParallelPlan, check_signature, observed_calls
 
 from .bits import same_again, same_draws, same_initial, same_micro_batches
 from .compare import same_first_gradients, within_rounding
+from .host_generators import kept_host_state
 from .record import Record
 from .report import Level, LevelResult, VerifyReport
 from .rounding import Expected, is_rounding, largest
@@ -147,7 +148,7 @@ def _as_a_rank() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), kept_host_state():
             yield
     finally:
         torch.set_num_threads(threads)
