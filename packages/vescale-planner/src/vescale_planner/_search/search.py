@@ -63,8 +63,7 @@ class Search:
         proposals: For each tensor-parallel size that was checked, how layers are cut.
         pipelines: For each kind of pipeline that was tried, why it would not run, or "". It does
             not depend on what tensor-parallel ranks shard.
-        in_parts: Why rows cannot be run one part after the other, or "", for pipelines and for
-            ranks that accumulate.
+        in_parts: Why rows cannot be run in parts, or "", by pipelines, and by accumulating ranks.
 
     [Note: proven sizes] To find a sharding plan, layers are run on every rank's part of random
     numbers, which takes seconds a size. Candidates are priced by the plan of another size, which
