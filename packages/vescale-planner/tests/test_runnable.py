@@ -205,8 +205,10 @@ def test_no_plan_runs_rows_in_parts_that_depend_on_each_other(device: str) -> No
             generate_plan(model, asked, world_size=2, cluster=CPU, example_batch=batch)
 
 
-def test_a_pipeline_is_found_where_rows_are_apart() -> None:
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_pipeline_is_found_where_rows_are_apart(device: str) -> None:
+    batch = torch.ones(8, 8, device=device)
     plans = generate_plans(
-        Blocks(residual=True), top=4, world_size=2, cluster=CPU, example_batch=torch.ones(8, 8)
+        Blocks(residual=True), top=4, world_size=2, cluster=CPU, example_batch=batch
     )
     assert 2 in {plan.axes["pp"] for plan in plans}
