@@ -18,7 +18,7 @@ from vescale_testing import World
 
 from . import invariant_bits
 from .families import VOCABULARY, hugging_face, tokens
-from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
+from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
 from .training import whole
@@ -88,6 +88,11 @@ EXTRA: dict[str, dict[str, Any]] = {
         "n_groups": 4, "chunk_size": 8,
         "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
     },
+    "falcon_h1": {
+        **SIZES, "head_dim": 8, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4,
+        "mamba_n_groups": 4, "mamba_chunk_size": 4, "mamba_d_ssm": 64,
+        "ssm_multipliers": [0.3, 0.7, 1.3, 0.6, 1.7],
+    },
     "gpt_bigcode": {
         **SIZES, "num_attention_heads": 8, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
         "resid_pdrop": 0.0,
@@ -105,6 +110,8 @@ PACKED: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "qwen3_next": {"model.layers.*.linear_attn.conv1d.weight": (32, 32, 64)},
     "nemotron_h": {"model.layers.*.mixer.in_proj.weight": (64, 64, 32, 32, 8)},
+    # A buffer of the same parts is multiplied by what the projection returns.
+    "falcon_h1": {"model.layers.*.mamba.in_proj.weight": (64, 64, 16, 16, 8)},
     "by_hand": {"blocks.*.qkv.weight": (32, 16, 16)},
     "one_key_head": {"blocks.*.qkv.weight": (32, 8)},
     # One key-value head for all queries: keys and values behind each other are one part.
@@ -245,6 +252,14 @@ def test_what_their_layers_return_is_verified_part_by_part(
     plan = vescale.generate_plan(build(family), constraints, world_size=4, example_batch=tokens())
     batch = tokens() | {"labels": tokens()["input_ids"]}
     report = vescale.verify(plan, lambda: build(family), batch, steps=1)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("family", ["phi3", "one_key_head"])
+def test_parts_of_a_plan_that_says_sizes_alone_are_verified(family: str) -> None:
+    """How its matrices are packed is found by ``parallelize``, of which the plan says nothing."""
+    batch = tokens() | {"labels": tokens()["input_ids"]}
+    report = vescale.verify(make_plan({TP: 2}), lambda: build(family), batch, steps=1)
     assert report.passed, str(report)
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vescale
-from vescale_parallel import compile_report, propose_sharding
+from vescale_parallel import compile_report, explain, propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, tokens
@@ -140,6 +140,18 @@ def test_their_attention_is_sharded(name: str, sequence: bool) -> None:
 
 def test_a_whole_width_that_code_computes_with_is_not_a_shards() -> None:
     assert not any("attn" in pattern for pattern in proposed("scaled"))
+
+
+def explained(name: str) -> str:
+    plan = vescale.generate_plan(build(name), {TP: 2}, world_size=2, example_batch=tokens())
+    model = vescale.parallelize(plan, build(name))
+    with explain(model) as explanation:
+        model(**tokens())
+    return str(explanation)
+
+
+def test_explain_says_where_code_reads_the_shape_of_a_shard(world2: World) -> None:
+    assert "the shape of its input as of a rank's shard" in world2.run(explained, "causal")[0]
 
 
 def graphs_and_breaks(name: str) -> list[tuple[int, tuple[str, ...]]]:

@@ -104,6 +104,7 @@ from ._tensor_parallel.explain import (
     ParallelExplanation as ParallelExplanation,
     explain as explain,
 )
+from ._tensor_parallel.packed_dims import PackedDim as PackedDim, packed_dims as packed_dims
 from ._trace.fake_tensors import ObservationError as ObservationError
 from ._trace.observation import Observation as Observation
 from ._trace.observe import observe as observe

@@ -85,7 +85,7 @@ from ._tensor_parallel.invariant.boundary import InvariantBoundary
 from ._tensor_parallel.invariant.install import install_invariant
 from ._tensor_parallel.invariant.tree import OneRank, TreeRanks
 from ._tensor_parallel.tensor_sharding import TensorSharding
-from ._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded
+from ._tensor_parallel.vocabulary.vocab_parallel import LiftPlain, keep_sharded
 
 _log = package_logger("vescale.parallel")
 

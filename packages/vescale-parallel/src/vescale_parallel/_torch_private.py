@@ -311,6 +311,12 @@ def is_in_compiled_function() -> bool:
     return torch.compiler.is_compiling() or callable(_eval_frame.get_eval_frame_callback())
 
 
+def is_traced_by_dynamo() -> bool:
+    """Whether a function is being compiled, and this runs for it or is a part of it."""
+    guards: Any = cast("Any", torch)._guards
+    return torch.compiler.is_compiling() or guards.TracingContext.try_get() is not None
+
+
 def makes_one_graph() -> bool:
     """Whether this is called by what was compiled with ``fullgraph=True``, and has to be a graph.
 

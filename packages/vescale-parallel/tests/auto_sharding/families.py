@@ -31,7 +31,7 @@ from vescale_parallel._model.fqns import generalize
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
 
 from .masked_ranks import worst_error
-from .permutation import change, matrices, of_norms, randomize
+from .permutation import change, is_numbered, matrices, of_norms, randomize
 
 # What makes a configuration tiny, by the names that configurations use. Heads are 4 to a width
 # of 64, so that head features (16) are no other length.
@@ -313,7 +313,7 @@ def certify(model: nn.Module, batch: Mapping[str, Any], found: Candidates) -> di
             record["ranks"] += 1
         else:
             record["ranks_wrong"].append([wrong, cut.kind, *cut.parameters])
-        if cut.kind != "features":
+        if cut.kind != "features" or is_numbered(model, cut):
             continue
         names = [*cut.parameters, *of_norms(model, cut)]
         error = change(model, run, cut, names, before)

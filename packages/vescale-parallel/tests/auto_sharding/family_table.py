@@ -32,7 +32,8 @@ What is *sharded* is what a run has: the plan of `propose_sharding(model, "auto"
 with one device as a whole. Each cut that was *found* on the way was checked alone, with real
 numbers in float64 in two ways: every rank's partial sums and gradients, computed one rank after
 the other, sum to those of one device (and permuting the axis in all its parameters changes
-nothing, while in one parameter alone it does). A cut may be right and not be in the plan.
+nothing, while in one parameter alone it does; unless biases of each head, which are no parameters,
+number it). A cut may be right and not be in the plan.
 
 | | |
 | --- | --- |

@@ -93,6 +93,13 @@ def of_norms(model: nn.Module, cut: Candidate) -> dict[str, Placement]:
     }
 
 
+def is_numbered(model: nn.Module, cut: Candidate) -> bool:
+    """Whether buffers or arguments have other values for other elements of a cut's axis."""
+    buffers = dict(model.named_buffers())
+    read = [each for each in cut.reads if ".".join(each) in buffers]
+    return bool(cut.slices or read)
+
+
 def matrices(model: nn.Module, cut: Candidate) -> list[str]:
     """Return the cut's parameters with at least two dimensions, tied ones once."""
     found = {id(p): n for n in cut.parameters for p in [model.get_parameter(n)] if p.dim() > 1}

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._auto_sharding.find_candidates import Candidate, Candidates
+from vescale_parallel._tensor_parallel.read_by_forward.arguments import ArgumentSlice
 
 from .candidate_checks import assert_certified, features, found
 from .families import build
@@ -69,9 +70,12 @@ def test_latent_attention_sums_gradients_before_its_shared_key() -> None:
     )
 
 
-def test_slopes_by_head_that_are_no_parameters_keep_bloom_from_being_cut_by_heads() -> None:
-    name = "transformer.h.0.self_attention.query_key_value.weight"
-    assert not any(name in cut.parameters for cut in family("bloom").chosen)
+def test_biases_by_head_that_are_no_parameters_are_sliced() -> None:
+    cut = cut_of("bloom", "transformer.h.0.self_attention.query_key_value.weight")
+    assert cut.length == 4
+    assert cut.slices == {
+        ("transformer.h.0.self_attention", "alibi"): ArgumentSlice(0, each_row=True)
+    }
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "opt", "mixtral"])

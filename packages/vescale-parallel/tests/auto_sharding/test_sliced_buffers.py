@@ -84,6 +84,28 @@ def test_layers_stay_whole_with_a_buffer_that_is_used_otherwise(name: str) -> No
     assert not any("packed" in pattern or "scales" in pattern for pattern in plan)
 
 
+class Gated(Scaled):
+    """Features and gates of two lengths, all of them sharded."""
+
+    def __init__(self) -> None:
+        super().__init__(SCALES["read"], 18)
+        self.packed, self.down = nn.Linear(8, 18), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.scale(self, self.packed(self.before(x)))
+        features, gates = packed.split([self.inner, self.inner // 2], -1)
+        pairs = torch.tanh(features).unflatten(-1, (-1, 2)) * gates.unsqueeze(-1)
+        return x + self.down(pairs.flatten(-2))
+
+
+def test_a_buffer_of_parts_that_are_all_sharded_is_read_in_these() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Gated(), Gated()).double()
+    plan = propose_sharding(model, "auto", 2, example_batch=BATCH).plan
+    assert plan["*.packed.weight"] == "InterleavedShard(0, (12, 6))"
+    assert plan["*.<read:scales>"] == "InterleavedShard(2, (12, 6))"
+
+
 def test_a_buffer_that_is_as_long_as_no_parameter_is_refused() -> None:
     model = nn.Sequential(Scaled(SCALES["read"], 15))
     plan = {

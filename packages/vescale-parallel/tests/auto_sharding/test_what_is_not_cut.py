@@ -24,13 +24,15 @@ class Between(nn.Module):
         return x + self.down(self.between(self.up(self.norm(x))))
 
 
-class Positions(nn.Module):
+class Counted(nn.Module):
+    """Writes to a buffer of features."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("slopes", torch.arange(12.0).double())
+        self.register_buffer("sums", torch.arange(12.0).double())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.get_buffer("slopes")
+        return x * self.get_buffer("sums").add_(x.detach().sum((0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ class Positions(nn.Module):
         (nn.LayerNorm(12), "native_layer_norm needs all of it in 'between'"),
         (nn.Softmax(-1), "softmax needs all of it in 'between'"),
         (nn.RMSNorm(12), "in 'between' reduces over this dimension|rms_norm needs all of it"),
-        (Positions(), "buffer 'between.slopes' has an element for each"),
+        (Counted(), "buffer 'between.sums' has an element for each"),
     ],
 )
 def test_what_needs_all_features_is_rejected(between: nn.Module, reason: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.context.sliced.tensor import SumOverSlices
 from vescale_parallel._loss.token_mean import _RETURNED, TokenCounts, TokenMeans
-from vescale_parallel._tensor_parallel.vocab_parallel import Returned
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import Returned
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 WEIGHT = torch.tensor([0.5, 2.0, 1.0, 3.0, 0.25])

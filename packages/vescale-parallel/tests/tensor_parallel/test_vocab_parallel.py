@@ -13,7 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_dtensor import CommCounter, DTensor, Replicate, Shard, distribute_tensor
 from vescale_parallel._loss.token_mean import TokenMeans
-from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain, keep_sharded, returned
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import (
+    LiftPlain,
+    keep_sharded,
+    returned,
+)
 from vescale_testing import World
 
 # Over two ranks 5 classes are 3 and 2.

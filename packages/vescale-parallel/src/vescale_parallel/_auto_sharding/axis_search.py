@@ -18,12 +18,10 @@ from dataclasses import dataclass, field
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_parallel._model.fqns import generalize
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    Parts,
-    number_or_lengths,
-    shard_of_parts,
-)
+from vescale_parallel._tensor_parallel.chunks import Parts, number_or_lengths, shard_of_parts
+from vescale_parallel._tensor_parallel.read_by_forward.arguments import ArgumentSlice
 from vescale_parallel._trace.axes import (
+    Argument,
     Axes,
     Dim,
     Graph,
@@ -168,9 +166,9 @@ class Search:
     def sliced(
         self, atoms: Atoms, buffer: str, owners: list[Value]
     ) -> dict[tuple[str, str], tuple[Placement, ...]] | None:
-        """Return which parts of a buffer a module reads that is as a parameter below it is.
+        """Return which parts of a buffer a module reads: an element for each head, or feature.
 
-        All of it may be sharded: of the bias of packed projections one part may be a buffer.
+        Or several parts, as those of a parameter below the module, of which some may be whole.
         None if it is otherwise, or other modules read it, or it is written.
         """
         value, (module, _, name) = self.trace.buffers[buffer], buffer.rpartition(".")
@@ -178,19 +176,41 @@ class Search:
         is_read = all(is_within(s.module, module) for s in self.graph.readers[value.index])
         if not module or module not in self.trace.called or not is_read or len(dims) != 1:
             return None
-        if self._is_written(value):
+        # Statistics of norms are written, which their operators do not say.
+        if self._is_written(value) or f"{module}.running_mean" in self.trace.buffers:
             return None
         parts = self._parts(atoms, value.dims[dims[0]], value)
+        if all(has_it for _, has_it in parts):
+            lengths = number_or_lengths([length for length, _ in parts])
+            return {(module, name): (shard_of_parts(dims[0], lengths),)}
         for owner in owners:
             same = [self._parts(atoms, dim, owner) == parts for dim in owner.dims]
             if any(same) and is_within(self.names[owner.index][0], module):
                 placements = [Shard(dims[0]) if has_it else Replicate() for _, has_it in parts]
-                # Statistics of norms are as long as their weights, and operators write them.
-                is_packed = {s.operator for s in self.graph.readers[value.index]} == {"cat"}
-                if Replicate() in placements or is_packed:
-                    return {(module, name): tuple(placements)}
-                return None
+                return {(module, name): tuple(placements)}
         return None
+
+    def argument_slice(self, atoms: Atoms, argument: Argument) -> ArgumentSlice | None:
+        """Return which part of an argument a rank reads, None if it is not one of each call's."""
+        given = self.trace.given[argument]
+        found = {self._slice_along(atoms, argument[0], value) for value in given}
+        return found.pop() if len(found) == 1 else None
+
+    def _slice_along(self, atoms: Atoms, module: str, value: Value) -> ArgumentSlice | None:
+        dims = [d for d, dim in enumerate(value.dims) if atoms & self.axes.atoms(dim)]
+        if len(dims) != 1:
+            return None
+        (dim,) = dims
+        parts = self._parts(atoms, value.dims[dim], value)
+        if not all(has_it for _, has_it in parts):
+            return None
+        if len(parts) == 1:
+            return ArgumentSlice(dim)
+        (_, first), *_ = self.trace.called[module]
+        rows = self.axes.factors(self.trace.values[first].dims[0])
+        is_of_rows = self.axes.factors(value.dims[dim])[: len(rows)] == rows
+        is_each_row = is_of_rows and self.axes.length(rows) == len(parts)
+        return ArgumentSlice(dim, each_row=True) if is_each_row else None
 
     def _is_written(self, value: Value) -> bool:
         """Whether steps may write into a tensor, or into a view of it."""

@@ -8,8 +8,9 @@ from typing import Literal
 
 from torch.distributed.tensor import Placement
 
+from vescale_parallel._tensor_parallel.read_by_forward.arguments import ArgumentSlice
 from vescale_parallel._tensor_parallel.sharding_spec import placements_text, texts_of
-from vescale_parallel._trace.axes import UnknownOperator
+from vescale_parallel._trace.axes import Argument, UnknownOperator
 
 Kind = Literal["features", "vocabulary", "experts"]
 
@@ -48,6 +49,8 @@ class Candidate:
         biases: FQNs of whole parameters that the exits add to partial values: only one rank may.
         reads: (module FQN, name of a parameter below it) to a placement for each part of the
             parameter, of which some do not have the axis: forward reads these whole.
+        slices: Arguments of modules, that have the axis and that every rank has whole, to which
+            part of them a rank's forward gets.
         whole: Modules that are called with all of the axis, norms over it, and where it is: it is
             gathered around them.
         flops: Of the forward, of the operators that the axis is part of.
@@ -68,6 +71,7 @@ class Candidate:
     reads: Mapping[tuple[str, str], tuple[Placement, ...]] = field(
         default_factory=dict[tuple[str, str], tuple[Placement, ...]]
     )
+    slices: Mapping[Argument, ArgumentSlice] = field(default_factory=dict[Argument, ArgumentSlice])
     whole: Mapping[str, Whole] = field(default_factory=dict[str, Whole])
     flops: int
     communicated_bytes: int
@@ -111,6 +115,7 @@ class Group:
         ratio: Query heads that share a key-value head.
         reads: (module pattern, name of a parameter below it) to a placement for each part of the
             parameter, as forward reads it.
+        slices: (module pattern, argument) to which part of it a rank's forward gets.
         moves: Marks that belong to the parameters: the logits of a head stay cut, a bias that is
             added to partial values is read as one, an axis is gathered around norms over it, a sum
             enters the region again.
@@ -125,6 +130,9 @@ class Group:
     reads: Mapping[tuple[str, str], tuple[Placement, ...]] = field(
         default_factory=dict[tuple[str, str], tuple[Placement, ...]]
     )
+    slices: Mapping[tuple[str, str], ArgumentSlice] = field(
+        default_factory=dict[tuple[str, str], ArgumentSlice]
+    )
     moves: Mapping[str, Placement] = field(default_factory=dict[str, Placement])
 
     @property
@@ -132,7 +140,8 @@ class Group:
         """What a plan says of the parameters."""
         parts = {f"{p}.<part>": f"Shard(0) of {self.num_shared}" for p in self.shared}
         reads = {f"{p}.<read:{name}>": placements_text(r) for (p, name), r in self.reads.items()}
-        return {**texts_of(self.parameters), **parts, **reads, **texts_of(self.moves)}
+        slices = {f"{p}.<slice:{name}>": part.text for (p, name), part in self.slices.items()}
+        return {**texts_of(self.parameters), **parts, **reads, **slices, **texts_of(self.moves)}
 
 
 # Groups, each with its part of a plan.

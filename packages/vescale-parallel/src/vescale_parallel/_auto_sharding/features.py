@@ -10,7 +10,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.linear_layout import linear_kind
-from vescale_parallel._trace.axes import Flow, RefusedError, Value, follow, is_within
+from vescale_parallel._tensor_parallel.read_by_forward.arguments import ArgumentSlice
+from vescale_parallel._trace.axes import Argument, Flow, RefusedError, Value, follow, is_within
 
 from .axis_search import Atoms, Search
 from .candidate import Candidate
@@ -19,10 +20,15 @@ from .candidate import Candidate
 def features(search: Search, atoms: Atoms, owners: list[Value]) -> Candidate:
     """Return the candidate along axes that parameters begin and end."""
     slices: dict[tuple[str, str], tuple[Placement, ...]] = {}
+    arguments: dict[Argument, ArgumentSlice] = {}
     for obstacle in (each for atom in sorted(atoms) for each in search.obstacles.get(atom, ())):
         sliced = search.sliced(atoms, obstacle.buffer, owners) if obstacle.buffer else None
         if sliced is not None:
             slices |= sliced
+            continue
+        part = search.argument_slice(atoms, obstacle.argument) if obstacle.argument else None
+        if part is not None and obstacle.argument is not None:
+            arguments[obstacle.argument] = part
             continue
         where = f" in {obstacle.module!r}" if obstacle.module else ""
         raise RefusedError(f"{obstacle.why}{where}", needed_in=obstacle.module)
@@ -47,6 +53,7 @@ def features(search: Search, atoms: Atoms, owners: list[Value]) -> Candidate:
         replicated=search.tied(flow.replicated),
         biases=search.tied(flow.biases),
         reads={**reads, **slices},
+        slices=arguments,
         flops=_flops(search, atoms, flow),
         communicated_bytes=_leaving(search, flow),
         sharded_numel=sum(math.prod(value.shape) for value in owners),

@@ -109,6 +109,10 @@ def _group_of(model: nn.Module, cut: Candidate, pattern_of: Callable[[str], str]
         entries=tuple(dict.fromkeys(map(pattern_of, cut.entries))),
         exits=tuple(dict.fromkeys(map(pattern_of, cut.exits))),
         reads={(pattern_of(fqn), name): parts for (fqn, name), parts in cut.reads.items()},
+        slices={
+            (pattern_of(fqn), _argument(model, fqn, at)): part
+            for (fqn, at), part in cut.slices.items()
+        },
         moves={
             **{f"{pattern_of(fqn)}.<read>": Partial() for fqn in _added_by_hand(model, cut)},
             **_gathered_around(model, cut, pattern_of),
@@ -123,11 +127,16 @@ def _gathered_around(
     """Return the marks of the arguments of norms over a candidate's axis."""
     marks: dict[str, Placement] = {}
     for fqn, whole in cut.whole.items():
-        arguments = list(inspect.signature(model.get_submodule(fqn).forward).parameters)
-        named = [arguments[at] if isinstance(at, int) else at for at in whole.others]
-        for argument in ("", *(f":{name}" for name in named)):
+        named = [f":{_argument(model, fqn, at)}" for at in whole.others]
+        for argument in ("", *named):
             marks[f"{pattern_of(fqn)}.<whole{argument}>"] = Shard(whole.dim)
     return marks
+
+
+def _argument(model: nn.Module, fqn: str, at: int | str) -> str:
+    """Return the name of an argument that a module is called with by its position or name."""
+    arguments = list(inspect.signature(model.get_submodule(fqn).forward).parameters)
+    return arguments[at] if isinstance(at, int) else at
 
 
 def _added_by_hand(model: nn.Module, cut: Candidate) -> tuple[str, ...]:

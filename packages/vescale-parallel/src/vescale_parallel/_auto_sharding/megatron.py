@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.linear_layout import features, linear_kind, linears_of
-from vescale_parallel._tensor_parallel.sharding_spec import shard_of_parts
+from vescale_parallel._tensor_parallel.chunks import shard_of_parts
 from vescale_parallel._verify.single_module import checked_alone
 
 

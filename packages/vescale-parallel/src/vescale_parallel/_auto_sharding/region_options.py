@@ -12,7 +12,7 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.code import names_of_class
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.linear_layout import linear_kind
-from vescale_parallel._tensor_parallel.sharding_spec import parts_of
+from vescale_parallel._tensor_parallel.chunks import parts_of
 
 from .candidate import Group
 from .integers_read import integers_read

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
-from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
 from vescale_parallel._torch_private import current_function_mode, pytree
 
 from .borders import NOWHERE, RowCoupling, Rows

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from vescale_dtensor import DTensor, is_sharded
 from vescale_parallel._parameters.memory_layout import dense_stride
-from vescale_parallel._tensor_parallel.vocab_parallel import is_on
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import is_on
 from vescale_parallel._torch_private import pytree
 
 from .borders import MeanOfParts, NotOfParts, Output, Rows

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard
-from vescale_parallel._tensor_parallel.sharding_spec import Parts, parts_of
+from vescale_parallel._tensor_parallel.chunks import Parts, parts_of
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.memory_order import NotedOrder
 

@@ -11,8 +11,7 @@ from torch.distributed.tensor import Placement, Replicate
 
 from vescale_dtensor import Box, LocalBox, local_boxes
 from vescale_dtensor.random import Fill, Window, draw_part
-from vescale_parallel._tensor_parallel.chunks import part_sizes
-from vescale_parallel._tensor_parallel.sharding_spec import Parts, shard_of_parts
+from vescale_parallel._tensor_parallel.chunks import Parts, part_sizes, shard_of_parts
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.memory_order import order_in_whole, split_in_order, strides_in_order
 

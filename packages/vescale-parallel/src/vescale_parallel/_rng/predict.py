@@ -18,12 +18,9 @@ from torch.distributed.tensor import Placement, Shard
 from vescale_parallel._model.blocks import blocks_of
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.inputs import bind, has_rows_first, opened, small_example
+from vescale_parallel._tensor_parallel.chunks import shard_of_parts
 from vescale_parallel._tensor_parallel.shard_module import placement_between
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    ShardingSpec,
-    placement_text,
-    shard_of_parts,
-)
+from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec, placement_text
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError

@@ -26,7 +26,7 @@ from vescale_parallel._parameters.ends_of_call import EndsOfCall
 from vescale_parallel._pipeline.execution import tensors_with_graph
 from vescale_parallel._pipeline.step import PipelineStep
 from vescale_parallel._rng.sharded_rng import ShardedRng
-from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
+from vescale_parallel._tensor_parallel.vocabulary.distributed_logits import DistributedLogits
 from vescale_parallel._torch_private import is_in_backward, is_transformed, pytree
 
 from .accumulation import AccumulatedStep

@@ -22,13 +22,14 @@ from vescale_parallel._pipeline.step import PipelineStep
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._rng.stage_draws import StageDraws
-from vescale_parallel._tensor_parallel.distributed_logits import DistributedLogits
-from vescale_parallel._tensor_parallel.vocab_parallel import LiftPlain
+from vescale_parallel._tensor_parallel.vocabulary.distributed_logits import DistributedLogits
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
 
 from .accumulation import AccumulatedStep
 from .arguments import Arguments
 from .compared.same_inputs import SameInputs
 from .engine import Engine, ProvesCalls
+from .optimizer.own_steps import take_local_tensors
 from .outside import KnownModules
 from .where import name_modules_of
 
@@ -76,6 +77,7 @@ def planned_engine(
             loss_of=loss_called(plan.pipeline_parallel.loss),
         )
     name_modules_of(model)
+    take_local_tensors()
     return Engine(
         mesh=mesh,
         parameters=parameters,

@@ -32,11 +32,12 @@ from .bypassed_sums import refuse_bypass
 from .chunks import part_sizes
 from .conversions import Boundary
 from .placements import buffer_placement
-from .replaced_parameters import ReadParts, add_on_first_rank, read_parts, replaced
+from .read_by_forward.arguments import slice_arguments
+from .read_by_forward.parameters import ReadParts, add_on_first_rank, read_parts, replaced
 from .shard_module import count_local, whole_of
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
-from .vocab_parallel import shard_embedding_rows
+from .vocabulary.vocab_parallel import shard_embedding_rows
 
 
 class KeepCut(Protocol):
@@ -109,6 +110,7 @@ def _add_entrances(target: _Target) -> None:
     for (fqn, argument), move in target.spec.inputs.items():
         if fqn in modules and linear_kind(modules[fqn]) is None:
             _on_argument(modules[fqn], argument, _moved(move, stack_of(fqn), boundary))
+    slice_arguments(modules, target.spec.slices, boundary.ranks)
 
 
 def _add_linears(target: _Target, keep_cut: KeepCut | None) -> None:

@@ -222,6 +222,13 @@ def _modules(model: nn.Module, applied: Applied) -> list[ModuleReport]:
             for (module_fqn, name), parts in spec.read_parts.items()
             if module_fqn == fqn
         ]
+        added += [
+            f"{name} read as {part.text}"
+            for (module_fqn, name), part in spec.slices.items()
+            if module_fqn == fqn
+        ]
+        if fqn in spec.shaped:
+            integers.append("the shape of its input as of a rank's shard")
         move = spec.outputs.get(fqn)
         outcome: Outcome = "whole"
         if move is not None and move.source == move.target == Shard(-1):

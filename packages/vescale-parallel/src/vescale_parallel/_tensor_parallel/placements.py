@@ -13,8 +13,8 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.linear_layout import linear_kind
 
 from .attention_heads import check_attention
-from .chunks import part_sizes
-from .sharding_spec import ShardingSpec, parts_of, placement_text, shard_dim, shard_of_parts
+from .chunks import part_sizes, parts_of, shard_of_parts
+from .sharding_spec import ShardingSpec, placement_text, shard_dim
 
 
 def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict[str, Placement]:
@@ -28,6 +28,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
     _check_shared(spec, model, size)
     _check_reads(spec, model)
     _check_whole(spec, model)
+    _check_slices(spec, model)
     check_attention(dict(model.named_modules(remove_duplicate=False)), placements, size)
     for fqn, placement in spec.parameters.items():
         if not isinstance(placement, Shard | InterleavedShard):
@@ -55,7 +56,7 @@ def complete_placements(spec: ShardingSpec, model: nn.Module, size: int) -> dict
             continue
         if placement.dim == kind.out_dim:
             placements[f"{owner_fqn}.bias"] = shard_of_parts(0, parts_of(placement))
-    _check_read_parts(spec, model, placements)
+    _check_read_parts(spec, model, placements, size)
     return placements
 
 
@@ -120,8 +121,18 @@ def _check_whole(spec: ShardingSpec, model: nn.Module) -> None:
             )
 
 
+def _check_slices(spec: ShardingSpec, model: nn.Module) -> None:
+    for fqn, argument in spec.slices:
+        names = list(inspect.signature(model.get_submodule(fqn).forward).parameters)
+        if argument not in names:
+            raise ValueError(
+                f"tensor_parallel.sharding_plan: {fqn}.<slice:{argument}> is for an argument of "
+                f"{fqn!r}, of {names}"
+            )
+
+
 def _check_read_parts(
-    spec: ShardingSpec, model: nn.Module, placements: Mapping[str, Placement]
+    spec: ShardingSpec, model: nn.Module, placements: Mapping[str, Placement], size: int
 ) -> None:
     names = {fqn for fqn, _ in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -135,7 +146,7 @@ def _check_read_parts(
                 f"{owner!r} writes to buffer {name!r}, which is whole; leave it out"
             )
         if len(parts) == 1:
-            _check_shards_of_buffer(model, placements, module, name, parts[0])
+            _check_shards_of_buffer(model, placements, module, name, parts[0], size)
             continue
         if fqn in buffers:
             buffer_placement(spec, placements, module, name, buffers[fqn])
@@ -159,18 +170,24 @@ def _check_shards_of_buffer(
     module: str,
     name: str,
     placement: Placement,
+    size: int,
 ) -> None:
-    """Raise unless a parameter below a module is sharded that is as long as a buffer."""
-    dim, buffer = shard_dim(placement), dict(model.get_submodule(module).named_buffers()).get(name)
+    """Raise unless a buffer has shards, or is as long as a sharded parameter below a module."""
+    dim: int = getattr(placement, "dim", 0)
+    buffer = dict(model.get_submodule(module).named_buffers()).get(name)
     lengths: set[int] = set()
     for fqn, each in placements.items():
         if fqn.startswith(f"{module}.") and isinstance(each, Shard):
             lengths.add(model.get_parameter(fqn).shape[each.dim])
-    if buffer is None or dim is None or dim >= buffer.dim() or buffer.shape[dim] not in lengths:
+    length = buffer.shape[dim] if buffer is not None and 0 <= dim < buffer.dim() else 1
+    if buffer is not None and isinstance(placement, InterleavedShard):
+        _check_divides(f"{module}.{name}", buffer.shape, placement, size, even=True)
+    if length % size and length not in lengths:
         raise ValueError(
             f"tensor_parallel.sharding_plan: {module}.<read:{name}> {placement_text(placement)!r} "
-            f"is for a buffer as long as a parameter below {module!r} that is sharded, and there "
-            "is none; a parameter is read as it is sharded"
+            f"is for a buffer with as many elements along a dim for each of {size} ranks, or as "
+            f"long as a parameter below {module!r} that is sharded, and there is none; a "
+            "parameter is read as it is sharded"
         )
 
 
@@ -183,10 +200,10 @@ def buffer_placement(
         ValueError: If there is no such parameter below the module.
     """
     parts = spec.read_parts[module, name]
+    if len(parts) == 1 and isinstance(parts[0], Shard | InterleavedShard):
+        return parts[0]
     (dim,) = {shard_dim(each) for each in parts} - {None}
     assert dim is not None
-    if len(parts) == 1:
-        return Shard(dim)
     as_long = buffer.shape[dim] if 0 <= dim < buffer.dim() else 0
     for (owner, other), each in spec.read_parts.items():
         placement = placements.get(f"{owner}.{other}")

@@ -24,9 +24,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from vescale_dtensor import local_boxes
 from vescale_parallel._torch_private import make_wrapper, pytree
 
-from .chunks import part_sizes
-from .replaced_parameters import ReadParts
-from .sharding_spec import ShardingSpec, parts_of
+from .chunks import part_sizes, parts_of
+from .read_by_forward.parameters import ReadParts
+from .sharding_spec import ShardingSpec
 from .tensor_sharding import TensorSharding
 
 # What an attribute counts: an integer, or the lengths of parts behind each other.

@@ -13,20 +13,20 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import matching, merged, renamed_owner
 
+from .read_by_forward.arguments import ArgumentSlice, parse_slice
+
 K = TypeVar("K")
 _SHARD = re.compile(r"Shard\((-?\d+)\)")
 _INTERLEAVED = re.compile(r"InterleavedShard\((\d+), ?(?:(\d+)|\((\d+(?:, ?\d+)+)\))\)")
 _EITHER = r"(?:Shard\(\d+\)|Replicate\(\))"
 _PLACEMENTS = re.compile(rf"\(({_EITHER}(?:, {_EITHER})+)\)")
-# Of a dim that is made of parts: how many equal ones, or the length of each.
-Parts = int | tuple[int, ...]
 # What a mark of parameters can say; its opposite is said by leaving it out.
 _ONLY = {"grad": "Partial()", "read": "Partial()"}
 _PARTS = re.compile(r"Shard\(0\)(?: of (?:(\d+)|([A-Za-z_][\w.]*)))?")
 _MARK = re.compile(r"(.*?)\.?<([a-z]+)(?::([\w.]+))?>")
 _MARKS = (
     "<in>, <out>, <enter>, <leave>, <reenter>, <grad>, <read>, <read:name>, <part>, <whole>,\n"
-    "<whole:name>, <chunks>, <attr:name>, <shape> or <random:k>"
+    "<whole:name>, <slice:name>, <chunks>, <attr:name>, <shape> or <random:k>"
 )
 
 
@@ -66,12 +66,14 @@ def placement_text(placement: Placement) -> str:
 
 
 def parse_placements(text: str) -> tuple[Placement, ...]:
-    """Read one placement for each part: ``"(Shard(0), Replicate())"``, or ``"Shard(0)"`` of all.
+    """Read one placement for each part: ``"(Shard(0), Replicate())"``.
+
+    Or the one of all: ``"Shard(0)"``, ``"InterleavedShard(0, 3)"``.
 
     Raises:
         ValueError: If several are not ``"Shard(d)"`` of one dim and ``"Replicate()"``, both.
     """
-    if _SHARD.fullmatch(text):
+    if _SHARD.fullmatch(text) or _INTERLEAVED.fullmatch(text):
         return (parse_placement(text),)
     match = _PLACEMENTS.fullmatch(text)
     placements = tuple(map(parse_placement, match[1].split(", "))) if match else ()
@@ -93,28 +95,6 @@ def placements_text(placements: Sequence[Placement]) -> str:
 def texts_of(plan: Mapping[str, Placement]) -> dict[str, str]:
     """Return what is said of patterns as a sharding plan says it."""
     return {pattern: placement_text(placement) for pattern, placement in plan.items()}
-
-
-def shard_of_parts(dim: int, parts: Parts) -> Placement:
-    """Return the placement that shards each of the parts that a dim is made of."""
-    return Shard(dim) if parts == 1 else InterleavedShard(dim, parts)
-
-
-def number_or_lengths(lengths: Sequence[int]) -> Parts:
-    """Return parts by their number if they are of one length."""
-    return len(lengths) if len(set(lengths)) == 1 else tuple(lengths)
-
-
-def parts_of(placement: Placement) -> Parts:
-    """Return the parts of a dim that are sharded, each on its own."""
-    return placement.parts if isinstance(placement, InterleavedShard) else 1
-
-
-def lengths_within(parts: Parts, length: int) -> list[int]:
-    """Return the lengths of parts of what is ``length`` long: a dim, a shard of it, or a chunk."""
-    if isinstance(parts, tuple):
-        return [part * length // sum(parts) for part in parts]
-    return [length // parts] * parts
 
 
 @dataclass(frozen=True)
@@ -159,6 +139,7 @@ class ShardingSpec:
         whole: (module FQN, argument), of norms over a sharded dim, to how the argument is sharded:
             it is gathered before them, and what they return is sharded again. The argument is
             empty for the first activation.
+        slices: (module FQN, argument) to which part of it a rank's forward gets.
         chunked: Module FQN, of whole parameters that are applied to sharded activations, to how
             what it is called with is sharded: chunks of numerics ``"invariant"`` are along it.
         shared: FQN of whole linear layers of whose output a rank computes a part, to the
@@ -182,11 +163,17 @@ class ShardingSpec:
     reads: Mapping[str, Placement]
     read_parts: Mapping[tuple[str, str], tuple[Placement, ...]]
     whole: Mapping[tuple[str, str], Shard]
+    slices: Mapping[tuple[str, str], ArgumentSlice]
     chunked: Mapping[str, Shard]
     shared: Mapping[str, int]
     attributes: Mapping[tuple[str, str], int | str | None]
     shaped: Mapping[str, Shard]
     draws: Mapping[tuple[str, int], Shard | InterleavedShard]
+
+    @property
+    def read_whole(self) -> list[tuple[str, str]]:
+        """Parameters and buffers of which modules read some parts whole, as in `read_parts`."""
+        return [key for key, parts in self.read_parts.items() if Replicate() in parts]
 
     def renamed(self, names: Mapping[str, str]) -> ShardingSpec:
         """Return the same with modules of several names under one of them.
@@ -217,6 +204,7 @@ class ShardingSpec:
             merged(self.reads, parameter),
             merged(self.read_parts, pair),
             merged(self.whole, pair),
+            merged(self.slices, pair),
             merged(self.chunked, module),
             merged(self.shared, module),
             merged(self.attributes, pair),
@@ -232,13 +220,12 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
         ValueError: If a pattern matches nothing or a placement cannot be read.
     """
     parameters: dict[str, Placement] = {}
-    inputs: dict[tuple[str, str], PlacementChange] = {}
-    outputs: dict[str, PlacementChange] = {}
+    inputs, outputs = dict[tuple[str, str], PlacementChange](), dict[str, PlacementChange]()
     entered: dict[tuple[str, str], Placement] = {}
     left, reentered = dict[str, Placement](), dict[str, Placement]()
     grads, reads = dict[str, Placement](), dict[str, Placement]()
-    read_parts: dict[tuple[str, str], tuple[Placement, ...]] = {}
-    whole: dict[tuple[str, str], Shard] = {}
+    read_parts = dict[tuple[str, str], tuple[Placement, ...]]()
+    whole, slices = dict[tuple[str, str], Shard](), dict[tuple[str, str], ArgumentSlice]()
     chunked, shaped = dict[str, Shard](), dict[str, Shard]()
     shared: dict[str, int] = {}
     attributes: dict[tuple[str, str], int | str | None] = {}
@@ -273,6 +260,8 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 read_parts |= {(fqn, name): parse_placements(text) for fqn in having}
             case "whole":
                 whole |= {(fqn, name): _argument_dim(pattern, text) for fqn in names}
+            case "slice":
+                slices |= {(fqn, name): parse_slice(pattern, text) for fqn in names}
             case "chunks" | "shape":
                 target = chunked if kind == "chunks" else shaped
                 target |= dict.fromkeys(names, _argument_dim(pattern, text))
@@ -287,7 +276,7 @@ def resolve(sharding_plan: Mapping[str, str], model: nn.Module) -> ShardingSpec:
                 raise _no_such_mark(pattern, kind)
     return ShardingSpec(
         *(parameters, inputs, outputs, entered, left, reentered, grads, reads, read_parts, whole),
-        *(chunked, shared, attributes, shaped, draws),
+        *(slices, chunked, shared, attributes, shaped, draws),
     )
 
 

@@ -12,8 +12,9 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import stack_of
 from vescale_parallel._model.linear_layout import linear_kind
 
+from .chunks import Parts, parts_of
 from .placements import complete_placements
-from .sharding_spec import Parts, ShardingSpec, parts_of, resolve
+from .sharding_spec import ShardingSpec, resolve
 
 
 @dataclass(frozen=True)

@@ -86,9 +86,11 @@ def _warn_of_unchecked(result: CheckResult) -> None:
 
 def _check_kinds(model: nn.Module, spec: ShardingSpec) -> None:
     """Refuse placements that only a run can show to be right."""
-    for fqn, name in spec.read_parts:
+    marks = [f"{fqn}.<read:{name}>" for fqn, name in spec.read_parts]
+    marks += [f"{fqn}.<slice:{name}>" for fqn, name in spec.slices]
+    for mark in marks:
         raise ValueError(
-            f"tensor_parallel.sharding_plan: {fqn}.<read:{name}> needs an example to compare it "
+            f"tensor_parallel.sharding_plan: {mark} needs an example to compare it "
             "with one device on. Give parallelize a data set"
         )
     for fqn, placement in spec.parameters.items():

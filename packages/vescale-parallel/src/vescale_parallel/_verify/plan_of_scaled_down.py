@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -10,11 +11,11 @@ from torch import nn
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, matching
-from vescale_parallel._tensor_parallel.sharding_spec import (
-    parse_placement,
-    parts_of,
-    placement_text,
-)
+from vescale_parallel._tensor_parallel.chunks import parts_of
+from vescale_parallel._tensor_parallel.sharding_spec import parse_placement, placement_text
+
+# What a module reads of a buffer, in parts that differ in length.
+_READ = re.compile(r"(.*)\.<read:([\w.]+)>")
 
 
 def plan_of_scaled_down(
@@ -27,9 +28,8 @@ def plan_of_scaled_down(
     Parts that differ in length are as many times as long as the dim that they make up.
     """
     blocks = _Blocks(scaled, model)
-    shapes = {
-        name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    shapes = {name: tensor.shape for name, tensor in named}
     return {
         name: _scaled(name, text, shapes)
         for pattern, text in plan.items()
@@ -74,9 +74,11 @@ def _modules_of(model: nn.Module, block: str) -> set[tuple[str, type]]:
 
 
 def _scaled(pattern: str, text: str, shapes: Mapping[str, torch.Size]) -> str:
-    if "<" in pattern:
+    read = _READ.fullmatch(pattern)
+    if "<" in pattern and (read is None or "InterleavedShard" not in text):
         return text
-    placement, named = parse_placement(text), matching(pattern, shapes)
+    named = matching(pattern if read is None else f"{read[1]}.{read[2]}", shapes)
+    placement = parse_placement(text)
     parts = parts_of(placement)
     if not isinstance(parts, tuple) or not isinstance(placement, InterleavedShard) or not named:
         return text

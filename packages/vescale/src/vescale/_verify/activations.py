@@ -10,18 +10,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vescale_parallel import ParallelPlan
+from vescale_parallel import PackedDim, ParallelPlan
 
-from .placements import Match, Packed, Place, best_match, match_in_any_order
+from .placements import Match, Place, best_match, match_in_any_order
 from .record import ModuleOutput, Record
 from .report import Divergence
 from .rounding import Expected
 from .training import num_data_ranks, num_parts
 
-# In a sharding plan, of a dim whose parts differ in length.
-_LENGTHS = re.compile(r"InterleavedShard\(\d+, ?\(([\d, ]+)\)\)")
-# What a module reads of a parameter below it, some parts of it whole.
-_READ = re.compile(r"(.*)\.<read:([\w.]+)>")
 Shards = Mapping[int, Mapping[Place, Tensor]]  # by the index of their rows in the batch
 
 
@@ -43,24 +39,9 @@ class Activations:
     _partial: str = ""
 
     @cached_property
-    def _parts(self) -> frozenset[Packed]:
-        """The parts that dims are made of, by what the plan says of parameters."""
-        said = self.plan.tensor_parallel.sharding_plan
-        whole = {
-            f"{match[1]}.{match[2]}": tuple(map(_is_whole, text[1:-1].split(", ")))
-            for pattern, text in said.items()
-            if (match := _READ.fullmatch(pattern))
-        }
-        found: set[Packed] = set()
-        for pattern, text in said.items():
-            if match := _LENGTHS.fullmatch(text):
-                lengths = tuple(map(int, match[1].split(",")))
-                found.add(Packed(lengths, (False,) * len(lengths)))
-            if pattern in whole:
-                is_whole = whole[pattern]
-                lengths = tuple(map(int, match[1].split(","))) if match else (1,) * len(is_whole)
-                found.add(Packed(lengths, is_whole))
-        return frozenset(found)
+    def _parts(self) -> frozenset[PackedDim]:
+        """The parts that dims are made of, on any rank."""
+        return frozenset().union(*(rank.packed_dims for rank in self.ranks))
 
     @cached_property
     def _rows(self) -> Mapping[tuple[int, str], Collection[int]]:
@@ -195,10 +176,6 @@ def _kind(key: ModuleOutput) -> tuple[int, str]:
     return key.step, re.sub(r"\d+", "*", key.module)
 
 
-def _is_whole(placement: str) -> bool:
-    return placement == "Replicate()"
-
-
 def place_of(rank: int, plan: ParallelPlan) -> tuple[int, int, Place]:
     """Return a rank's place in the pipeline, which rows it has, and where it shares them."""
     rank, tp = divmod(rank, plan.tensor_parallel.size)
@@ -208,7 +185,7 @@ def place_of(rank: int, plan: ParallelPlan) -> tuple[int, int, Place]:
 
 
 def _match(
-    whole: Tensor, by_shard: Shards, bound: float, parts: Collection[Packed]
+    whole: Tensor, by_shard: Shards, bound: float, parts: Collection[PackedDim]
 ) -> tuple[int, Match] | None:
     """Return the shard of the batch that is furthest off under the best of placements."""
     best: tuple[int, Match] | None = None
@@ -252,7 +229,7 @@ def _under(
     by_shard: Shards,
     dim: int | None,
     bound: float,
-    parts: Collection[Packed],
+    parts: Collection[PackedDim],
 ) -> dict[int, Match] | None:
     """Return how shards match if the rows are along a dim; None if the shapes do not."""
     num_shards, matches = len(by_shard), dict[int, Match]()

@@ -10,21 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vescale_parallel import PackedDim
+
 Place = tuple[int, int]  # on the axes of ranks that share a batch: cp, tp
 Lengths = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A dim that is made of parts, each sharded on its own or whole on every rank.
-
-    Attributes:
-        lengths: Of the parts, or how they relate.
-        is_whole: Of each part, whether ranks have all of it.
-    """
-
-    lengths: Lengths
-    is_whole: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,7 @@ def best_match(
     whole: Tensor,
     locals_: Mapping[Place, Tensor],
     bound: float,
-    parts: Collection[Packed] = (),
+    parts: Collection[PackedDim] = (),
 ) -> Match | None:
     """Compare one device's tensor with those of the ranks that share its rows.
 
@@ -82,7 +71,7 @@ Pairs = Sequence[tuple[Place, Tensor, Tensor]]  # found on ranks, expected there
 
 
 def _candidates(
-    whole: Tensor, locals_: Mapping[Place, Tensor], parts: Collection[Packed]
+    whole: Tensor, locals_: Mapping[Place, Tensor], parts: Collection[PackedDim]
 ) -> Iterator[tuple[str, Pairs]]:
     shapes = {x.shape for x in locals_.values()}
     if shapes == {whole.shape}:
@@ -250,7 +239,7 @@ def _packed(
     locals_: Mapping[Place, Tensor],
     whole: Tensor,
     dim: int,
-    parts: Collection[Packed],
+    parts: Collection[PackedDim],
 ) -> Iterator[tuple[str, Pairs]]:
     """Yield ranks' tensors beside their shards of parts of several lengths, or all of parts."""
     for each in parts:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vescale._torch_private import FakeTensor, is_in_backward, pytree
 from vescale_dtensor import CommCounter, DTensor
+from vescale_parallel import PackedDim
 
 
 @dataclass(frozen=True, order=True)
@@ -46,6 +47,7 @@ class Record:
         buffers: By step and name, after the optimizer's step.
         generators: State of the CPU's generator, before the first step and after each.
         on_host: Likewise, of the generators of Python and NumPy.
+        packed_dims: What tensor parallelism found packed into dims, on a rank.
     """
 
     initial: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -60,6 +62,7 @@ class Record:
     buffers: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     generators: list[Tensor] = field(default_factory=list[Tensor])
     on_host: list[bytes] = field(default_factory=list[bytes])
+    packed_dims: frozenset[PackedDim] = frozenset()
 
     @property
     def draws(self) -> bool:

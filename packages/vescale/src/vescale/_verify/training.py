@@ -16,7 +16,13 @@ from torch.utils.data import DataLoader, Dataset
 import vescale_deferred
 from vescale._parallelize import parallelize
 from vescale._torch_private import pytree
-from vescale_parallel import ParallelPlan, compile_report, give_no_layers, with_constraints
+from vescale_parallel import (
+    ParallelPlan,
+    compile_report,
+    give_no_layers,
+    packed_dims,
+    with_constraints,
+)
 
 from .host_generators import host_state, kept_host_state, seed_host
 from .record import Record, full, full_state, recorded_activations
@@ -224,7 +230,7 @@ def on_a_rank(program: Program, plan: ParallelPlan) -> Record:
         model, optimizer, loader = parallelize(
             plan, program.build(), program.optimizer_fn, None, rows
         )
-        record.initial = full_state(_state(model))
+        record.initial, record.packed_dims = full_state(_state(model)), packed_dims(model)
         batches = [*loader]
         _seed(program, record)
         with recorded_activations(model, record, _compiled_blocks(model, plan)):

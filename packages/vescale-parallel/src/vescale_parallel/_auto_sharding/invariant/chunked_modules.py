@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize, matching
 from vescale_parallel._model.inputs import example_of, small_example
-from vescale_parallel._tensor_parallel.sharding_spec import Parts, parts_of
+from vescale_parallel._tensor_parallel.chunks import Parts, parts_of
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.axes import Axes, Dim, Trace, Value, infer_axes, is_within
 from vescale_parallel._trace.fake_tensors import ObservationError

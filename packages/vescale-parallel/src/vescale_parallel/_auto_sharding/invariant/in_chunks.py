@@ -67,7 +67,7 @@ def _check_undivided(found: ShardingProposal) -> None:
 
 def _without_parts_read_whole(model: nn.Module, found: ShardingProposal) -> ShardingProposal:
     """Leave modules whole that hold layers of which some parts are read whole."""
-    holders = {fqn.rpartition(".")[0] for fqn, _ in resolve(found.plan, model).read_parts}
+    holders = {fqn.rpartition(".")[0] for fqn, _ in resolve(found.plan, model).read_whole}
     names = [fqn for fqn, _ in model.named_modules()]
     names += [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
 

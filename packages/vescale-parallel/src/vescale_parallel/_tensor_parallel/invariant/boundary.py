@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement
 
 from vescale_parallel._model.linear_layout import LinearKind
+from vescale_parallel._tensor_parallel.chunks import parts_of
 from vescale_parallel._tensor_parallel.communicators import Ranks
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.operators import Kind
-from vescale_parallel._tensor_parallel.sharding_spec import parts_of
 
 from .entrance import for_chunks
 from .placed import in_place_of_its_own

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.apply import install
-from vescale_parallel._tensor_parallel.sharding_spec import parts_of
+from vescale_parallel._tensor_parallel.chunks import parts_of
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
 from .boundary import InvariantBoundary
@@ -52,7 +52,7 @@ def check_chunks(model: nn.Module, sharding: TensorSharding, *, sequence: bool) 
         _check_parameter(model, fqn, placement, sharding.size)
     for fqn in spec.shared:
         raise _refusal(f"{fqn!r} has fewer heads than chunks ({sharding.size}), which share them")
-    for fqn, name in spec.read_parts:
+    for fqn, name in spec.read_whole:
         raise _refusal(f"parts of {f'{fqn}.{name}'!r} are read whole, which are not in chunks")
     for (fqn, attribute), parts in spec.attributes.items():
         if isinstance(parts, int):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from vescale_parallel._tensor_parallel.sharding_spec import Parts, lengths_within
+from vescale_parallel._tensor_parallel.chunks import Parts, lengths_within
 
 from .placed import begins_alike, placed
 from .tree import tree_sum

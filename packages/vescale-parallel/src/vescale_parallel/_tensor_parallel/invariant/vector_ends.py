@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vescale_parallel._tensor_parallel.sharding_spec import Parts, lengths_within
+from vescale_parallel._tensor_parallel.chunks import Parts, lengths_within
 
 # Two vectors of the longest registers there are: kernels step so far.
 _STEP_NBYTES = 128

@@ -8,6 +8,7 @@ from .flow import (
     is_within as is_within,
 )
 from .graph import (
+    Argument as Argument,
     Obstacle as Obstacle,
     Step as Step,
     Trace as Trace,

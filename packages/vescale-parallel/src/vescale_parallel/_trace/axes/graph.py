@@ -18,6 +18,10 @@ from .algebra import Axes, Dim
 Linearity = Literal["no", "jointly", "each", "first", "last"]
 
 
+# A module's FQN, and the position or name of an argument of its forward.
+Argument = tuple[str, int | str]
+
+
 @dataclass(eq=False)
 class Value:
     """A tensor of the forward, as its dimensions.
@@ -80,12 +84,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a dimension cannot be cut; of a ``buffer``, unless ranks read their parts of it."""
+    """Why a dimension cannot be cut, unless ranks read their parts of what it is of.
+
+    Attributes:
+        buffer: FQN, of a buffer.
+        argument: Of a module's argument, in :attr:`Trace.given`.
+    """
 
     dim: Dim
     why: str
     module: str
     buffer: str = ""
+    argument: Argument | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +106,10 @@ class UnknownOperator:
     module: str
 
 
+# A tensor, its value outside of a module, and that within it.
+Entered = tuple[torch.Tensor, Value, Value]
+
+
 @dataclass
 class Trace:
     """One forward.
@@ -103,6 +117,8 @@ class Trace:
     Attributes:
         called: Modules to the position or name, and the value's index, of each floating-point
             tensor that a call of theirs had as an argument.
+        given: Arguments that depend on no parameter and have no gradient, to what they are
+            within the module, in each of its calls: :meth:`enter`.
     """
 
     axes: Axes = field(default_factory=Axes)
@@ -117,6 +133,7 @@ class Trace:
     called: dict[str, list[tuple[int | str, int]]] = field(
         default_factory=dict[str, list[tuple[int | str, int]]]
     )
+    given: dict[Argument, list[Value]] = field(default_factory=dict[Argument, list[Value]])
     _current: Any = field(default_factory=WeakIdKeyDictionary)
 
     def add(self, tensor: torch.Tensor, dims: Sequence[Dim] | None = None, **facts: Any) -> Value:
@@ -147,6 +164,34 @@ class Trace:
         given = [*enumerate(args), *kwargs.items()]
         known = [(at, self._current.get(x)) for at, x in given if isinstance(x, torch.Tensor)]
         self.called[module] = [(at, v.index) for at, v in known if v is not None and v.is_float]
+
+    def enter(self, module: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Entered]:
+        """Give values of their own to arguments of which ranks may read parts.
+
+        Within a module they are what they are whatever made them: biases of ALiBi are numbered
+        by heads, and blocks that are given a rank's part of them need not know of the others.
+        """
+        entered: list[Entered] = []
+        for at, tensor in [*enumerate(args), *kwargs.items()]:
+            outside = self._current.get(tensor) if isinstance(tensor, torch.Tensor) else None
+            if outside is None or not outside.is_float or not any(outside.dims):
+                continue
+            if outside.has_grad or outside.from_parameter:
+                continue
+            inside = self.add(tensor, from_batch=outside.from_batch, is_zero=outside.is_zero)
+            why = f"argument {at!r} has an element for each"
+            self.given.setdefault((module, at), []).append(inside)
+            self.obstacles += [
+                Obstacle(dim, why, module, argument=(module, at)) for dim in inside.dims if dim
+            ]
+            entered.append((tensor, outside, inside))
+        return entered
+
+    def leave(self, entered: Iterable[Entered]) -> None:
+        """Take back what :meth:`enter` gave, but of tensors that were written since."""
+        for tensor, outside, inside in entered:
+            if self._current[tensor] is inside:
+                self._current[tensor] = outside
 
     def value(self, tensor: torch.Tensor) -> Value:
         found: Value | None = self._current.get(tensor)

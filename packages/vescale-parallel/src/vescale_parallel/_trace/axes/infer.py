@@ -17,7 +17,7 @@ from vescale_parallel._trace.fake_run import FakeRun, Listener, Operator
 from vescale_parallel._trace.fake_tensors import is_float
 from vescale_parallel._trace.flops import flops_of
 
-from .graph import Linearity, OpCall, Step, Trace, UnknownOperator, Value
+from .graph import Entered, Linearity, OpCall, Step, Trace, UnknownOperator, Value
 from .registry import Rule
 from .rules import attention, indexing, normalisation, pointwise, products, reductions, views
 
@@ -78,6 +78,7 @@ class _Recorder(Listener):
 
     def __init__(self, run: FakeRun) -> None:
         self._run, self.trace = run, Trace()
+        self._entered: list[list[Entered]] = []
 
     def sources(self, args: Any, kwargs: Any) -> None:
         """Give axes to parameters, buffers and the batch."""
@@ -97,7 +98,14 @@ class _Recorder(Listener):
             trace.source(tensor, "the batch", from_batch=True, has_grad=has_grad)
 
     def entered(self, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._entered.append(self.trace.enter(fqn, args, kwargs) if fqn else [])
         self.trace.call(fqn, args, kwargs)
+
+    def left(self, fqn: str, output: Any) -> None:
+        self.trace.leave(self._entered.pop())
+
+    def raised(self, fqn: str) -> None:
+        self.trace.leave(self._entered.pop())
 
     def operator(self, ran: Operator) -> None:
         outputs = tuple(filter(_is_tensor, pytree.tree_leaves(ran.output)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vescale_dtensor import DTensor
 from vescale_parallel._loss.token_mean import TokenMean
-from vescale_parallel._tensor_parallel.vocab_parallel import lifted
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import lifted
 from vescale_parallel._torch_private import pytree, unseen_functions
 
 from . import views

@@ -25,7 +25,7 @@ from torch import Tensor
 from vescale_dtensor import DTensor, ordered_sum
 from vescale_parallel._cross_replica.context.conversions import gather_slices
 from vescale_parallel._cross_replica.context.slices import ContextRanks, SequenceSlices
-from vescale_parallel._tensor_parallel.vocab_parallel import Returned
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import Returned
 from vescale_parallel._torch_private import make_wrapper, pytree, unseen_functions
 
 _LOW = (torch.float16, torch.bfloat16)

@@ -29,11 +29,10 @@ from torch.distributed.tensor import Placement
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor, Replicate, Shard, is_sharded
+from vescale_parallel._tensor_parallel.chunks import part_sizes
+from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._tensor_parallel.sharding_spec import shard_dim
 from vescale_parallel._torch_private import pytree
-
-from .chunks import part_sizes
-from .conversions import Boundary
-from .sharding_spec import shard_dim
 
 
 def keep_sharded(

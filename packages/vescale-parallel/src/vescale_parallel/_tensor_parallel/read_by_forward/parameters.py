@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate
 
 from vescale_parallel._model.linear_layout import linear_kind
-
-from .conversions import Boundary
-from .sharding_spec import parts_of
+from vescale_parallel._tensor_parallel.chunks import parts_of
+from vescale_parallel._tensor_parallel.conversions import Boundary
 
 
 @contextlib.contextmanager
@@ -144,9 +143,10 @@ def _own(buffer: Tensor, read: ReadParts, boundary: Boundary) -> Tensor:
     ranks, parts = boundary.ranks, parts_of(read.placement)
     if not isinstance(parts, tuple):
         parts = (buffer.shape[dim] // parts,) * parts
+    read_as = read.parts if len(read.parts) == len(parts) else [read.placement] * len(parts)
     found = [
         part if each == Replicate() else part.chunk(ranks.size, dim)[ranks.rank]
-        for part, each in zip(buffer.split(list(parts), dim), read.parts, strict=True)
+        for part, each in zip(buffer.split(list(parts), dim), read_as, strict=True)
     ]
     return torch.cat(found, dim)
 

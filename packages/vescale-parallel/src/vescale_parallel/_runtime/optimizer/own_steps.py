@@ -1,0 +1,89 @@
+"""Steps of torch's optimizers that a program makes itself, of a parallelized model's parameters.
+
+[Note: own optimizers] An optimizer that is made after ``parallelize`` has distributed parameters,
+and distributed tensors for its state. torch's optimizers list both, and hand the lists to a
+function of ten operators for each parameter, each of which would be dispatched in Python: three
+times the host time of plain tensors. Where element i of the update depends on element i alone,
+these operators do to ranks' parts what they do to plain tensors; so they are handed those. What
+a program sees stays as it is: ``param_groups``, ``state`` and ``state_dict`` are distributed.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from vescale_dtensor import DTensor
+from vescale_parallel._torch_private import is_traced_by_dynamo
+
+from .kinds import is_torchs, updates_of
+from .parallel_optimizer import ParallelOptimizer
+
+# The method in which torch's optimizers list what a step reads and writes.
+_LISTS = "_init_group"
+
+
+@functools.cache
+def take_local_tensors() -> None:
+    """Have torch's element-wise optimizers step on local tensors, from their next step on."""
+    # Once and for good: another thread may be about to call the hooks that torch has.
+    register_optimizer_step_pre_hook(_prepare)
+
+
+def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    known = vars(optimizer)
+    if _LISTS in known or is_traced_by_dynamo() or isinstance(optimizer, ParallelOptimizer):
+        return
+    cls = type(optimizer)
+    is_elementwise = is_torchs(cls) and updates_of(cls) == "elements"
+    own = getattr(cls, _LISTS, None)
+    if own is None or not is_elementwise:
+        return
+    reference = weakref.ref(optimizer)
+
+    @functools.wraps(own)
+    def lists_of(group: dict[str, Any], *lists: Any, **others: Any) -> Any:
+        returned = own(reference(), group, *lists, **others)
+        # SGD keeps its momentum anew, by the parameters in the list.
+        keeps_anew = cls.__name__ == "SGD" and group["momentum"]
+        if not (keeps_anew or group["differentiable"] or is_traced_by_dynamo()):
+            _localize(lists)
+        return returned
+
+    known[_LISTS] = lists_of
+
+
+def _localize(lists: Sequence[list[Any]]) -> None:
+    """Replace distributed tensors of lists by a rank's, if those of each parameter are alike."""
+    # Those that have something for each parameter, the parameters first.
+    listed = [each for each in lists if each and len(each) == len(lists[0])]
+    found = [_locals_of(*of_one) for of_one in zip(*listed, strict=True)]
+    if None in found:
+        return
+    for each, locals_ in zip(listed, zip(*filter(None, found), strict=True), strict=True):
+        each[:] = locals_
+
+
+def _locals_of(parameter: Any, *others: Any) -> list[Any] | None:
+    """Return a rank's part of a parameter, its gradient and its state; None if they differ."""
+    if not isinstance(parameter, DTensor):
+        is_plain = not any(isinstance(each, DTensor) for each in others)
+        return [parameter, *others] if is_plain else None
+    placements, found = parameter.placements, list[Any]()
+    for each in (parameter, *others):
+        if isinstance(each, DTensor):
+            local = each._local_tensor
+            if type(local) is not Tensor or each.placements != placements:
+                return None
+        else:
+            local = each
+            if each.dim():  # not a number of steps
+                return None
+        found.append(local)
+    return found

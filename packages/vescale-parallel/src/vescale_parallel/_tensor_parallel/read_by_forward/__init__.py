@@ -1,0 +1,1 @@
+"""What a module's own forward reads in place of what it would: parameters, buffers, arguments."""

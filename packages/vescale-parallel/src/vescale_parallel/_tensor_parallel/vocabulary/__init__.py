@@ -1,0 +1,1 @@
+"""Vocabularies: rows of tables, and logits whose columns stay sharded up to the loss."""
