@@ -67,6 +67,18 @@ def test_bits_are_those_of_one_device_whose_blocks_are_compiled(plan: Constraint
     assert {each.level: each.status for each in report.levels}["N3"] == "passed"
 
 
+class Drops(Reads):
+    def forward(self, x_BF: Tensor, memory_BF: Tensor) -> Tensor:
+        return super().forward(torch.dropout(x_BF, 0.5, self.training), memory_BF)
+
+
+@pytest.mark.slow
+def test_micro_batches_that_draw_are_verified_beside_a_model_that_is_not_compiled() -> None:
+    plan = make_plan({PP: 2, PARTS: 2, **COMPILED})
+    report = vescale.verify(plan, lambda: Net(Drops), batch(), steps=2)
+    assert report.passed, str(report)
+
+
 @pytest.mark.nightly
 def test_machine_code_has_bits_of_one_device_whose_blocks_are_compiled() -> None:
     plan = make_plan({DP: 2, ZERO: 3, "compile": "blocks"})

@@ -208,3 +208,34 @@ def _strides(stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_computes_has_the_strides_of_one_device(world2: World, stage: int) -> None:
     world2.run(_strides, stage)
+
+
+class Normalized(nn.Module):
+    """Normalizes over the batch what lies in memory otherwise than its dims, and drops of it."""
+
+    def __init__(self, order: str) -> None:
+        super().__init__()
+        self.order = order
+        self.conv, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.up, self.norm_1d = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(4, 2)
+
+    def forward(self, x_BCHW: Tensor, y_B: Tensor) -> Tensor:
+        if self.order == "channels_last":
+            x_BCHW = x_BCHW.contiguous(memory_format=torch.channels_last)
+        x_BFHW = self.drop(self.norm(self.conv(x_BCHW)).relu())
+        # Features behind tokens in memory, and as dims.
+        x_BFS = self.up(x_BFHW.flatten(2).transpose(1, 2)).transpose(1, 2)
+        x_BFS = self.drop(self.norm_1d(x_BFS))
+        return nn.functional.cross_entropy(self.head(x_BFS.mean(-1)), y_B)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_rows_of_all_ranks_are_normalized_in_the_order_that_they_are_in(
+    order: str, stage: int
+) -> None:
+    plan = with_constraints(ParallelPlan(), zero(stage))
+    batch = {"x_BCHW": torch.randn(8, 3, 6, 6), "y_B": torch.arange(8) % 2}
+    report = vescale.verify(plan, lambda: Normalized(order), batch, steps=2)
+    assert report.passed, report

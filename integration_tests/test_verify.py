@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import random
 import subprocess
 import sys
 from collections import UserDict
@@ -10,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -245,6 +248,99 @@ def test_a_loss_that_a_module_returns_is_that_of_its_rows(ignored: int) -> None:
     report = vescale.verify(make_plan({DP: 2}), OfHead, batch, steps=1, dtype=torch.float64)
     assert report.passed, report
     assert not report.not_compared
+
+
+class TwoMeans(nn.Module):
+    """Drops, and adds up means over targets of several kinds, as what finds answers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.drop, self.weights = nn.Dropout(0.5), nn.Buffer(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+
+    def forward(self, x: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.drop(block(x))
+        begin, end = F.cross_entropy(x, target=begins), F.cross_entropy(x, ends)
+        return begin + end / 2 + F.nll_loss(x.log_softmax(-1), ends, self.weights)
+
+
+def test_means_over_other_targets_have_other_counts() -> None:
+    batch = {"x": torch.randn(8, 4), "begins": torch.arange(8) % 4, "ends": torch.arange(8) % 4}
+    batch["ends"][1:4] = -100
+    report = vescale.verify(make_plan({PP: 2, PARTS: 4}), TwoMeans, batch, steps=2)
+    assert report.passed, report
+
+
+class DrawsOnTheHost(nn.Module):
+    """Scales by chance, of Python and of NumPy, as layers that are skipped do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = random.random() + np.random.rand()
+        for block in self.blocks:
+            x = block(x) * scale
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("constraints", [{DP: 2}, {PP: 2, PARTS: 2}])
+def test_generators_of_python_and_numpy_are_seeded_and_left_alone(
+    constraints: Constraints,
+) -> None:
+    before = random.getstate(), pickle.dumps(np.random.get_state())
+    plan = make_plan(constraints)
+    report = vescale.verify(plan, DrawsOnTheHost, {"x": torch.randn(8, 4)}, steps=2)
+    assert report.passed, report
+    assert (random.getstate(), pickle.dumps(np.random.get_state())) == before
+
+
+class DropsTwice(nn.Module):
+    """One module drops before the blocks and behind them, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.drop(x + first).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "parts"), [("interleaved_1f1b", 4), ("zbv", 4), ("looped_bfs", 2)]
+)
+def test_stages_of_a_rank_call_a_module_by_turns(schedule: str, parts: int) -> None:
+    plan = make_plan({PP: 2, PARTS: parts, SCHEDULE: schedule, VIRTUAL: 2})
+    report = vescale.verify(plan, DropsTwice, {"x": torch.randn(8, 4)}, steps=2)
+    assert report.passed, report
+
+
+class Chooses(nn.Module):
+    """One score of every choice, whose bias softmax does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.score = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.score(self.up(x).tanh()).squeeze(-1), labels)
+
+
+@pytest.mark.parametrize("constraints", [{DP: 2}, {DP: 4, ZERO: 2}])
+def test_a_gradient_that_is_nothing_but_rounding_is_measured_by_others(
+    constraints: Constraints,
+) -> None:
+    for seed in range(2):
+        torch.manual_seed(seed)
+        batch = {"x": torch.randn(8, 3, 4), "labels": torch.arange(8) % 3}
+        report = vescale.verify(make_plan(constraints), Chooses, batch, steps=2, seed=seed)
+        assert report.passed, report
 
 
 def test_bits_of_a_pipeline_are_those_of_a_model_without_a_cache() -> None:

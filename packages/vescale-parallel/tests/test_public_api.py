@@ -48,6 +48,7 @@ def test_what_the_planner_uses_besides_is_no_promise() -> None:
         "block_stacks",
         "called_blocks",
         "check_constraints",
+        "check_micro_batches",
         "check_pipeline",
         "expert_layers",
         "give_no_layers",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel import ParallelPlan, check_supported
-from vescale_planner import Cluster, generate_plan
+from vescale_planner import Cluster, generate_plan, generate_plans
 
 CPU = Cluster.preset("cpu")
 # Neither tensor nor data parallelism: pipelines are all that is left.
@@ -181,3 +181,34 @@ def test_accumulation_is_chosen_before_what_costs_more() -> None:
     assert plan.batch.gradient_accumulation > 1
     assert plan.recompute == "none"
     assert any("batch.gradient_accumulation" in reason for reason in plan.reasons)
+
+
+class Contrasts(Blocks):
+    """Its loss compares rows with each other, as CLIP's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(x @ x.T, torch.arange(len(x), device=x.device))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_no_plan_runs_rows_in_parts_that_depend_on_each_other(device: str) -> None:
+    with torch.device(device):
+        model = Contrasts()
+    batch = torch.ones(8, 8)
+    plans = generate_plans(model, top=4, world_size=4, cluster=CPU, example_batch=batch)
+    assert {plan.axes["pp"] for plan in plans} == {1}
+    in_parts = {"pipeline_parallel.size": 2, "pipeline_parallel.microbatches": 2}
+    for asked in (in_parts, {"batch.gradient_accumulation": 2}):
+        with pytest.raises(ValueError, match="rows of the batch depend on each other"):
+            generate_plan(model, asked, world_size=2, cluster=CPU, example_batch=batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_pipeline_is_found_where_rows_are_apart(device: str) -> None:
+    batch = torch.ones(8, 8, device=device)
+    plans = generate_plans(
+        Blocks(residual=True), top=4, world_size=2, cluster=CPU, example_batch=batch
+    )
+    assert 2 in {plan.axes["pp"] for plan in plans}

@@ -30,6 +30,7 @@ from ._auto_sharding.policies import (
     propose_sharding as propose_sharding,
     tensor_parallel_plan as tensor_parallel_plan,
 )
+from ._cross_replica.batch import check_micro_batches as check_micro_batches
 from ._data_parallel.data.loader import ParallelLoader as ParallelLoader
 from ._expert_parallel.find import planned_experts as planned_experts
 from ._expert_parallel.layers import ExpertLayer as ExpertLayer, expert_layers as expert_layers

@@ -10,6 +10,7 @@ from dataclasses import replace
 from vescale_parallel import (
     ObservationError,
     ParallelPlan,
+    check_micro_batches,
     check_pipeline,
     check_supported,
     planned_context,
@@ -119,11 +120,29 @@ def _refusal(plan: ParallelPlan, search: Search, kind: _Kind) -> str:
             planned_context(plan, search.model, search.example_batch)
     except ValueError as error:
         return str(error)
-    if plan.pipeline_parallel.size == 1:
+    if plan.pipeline_parallel.size > 1:
+        if kind not in search.pipelines:
+            search.pipelines[kind] = _refusal_of_pipeline(plan, search)
+        if search.pipelines[kind]:
+            return search.pipelines[kind]
+    return _refusal_in_parts(plan, search)
+
+
+def _refusal_in_parts(plan: ParallelPlan, search: Search) -> str:
+    """Return why rows cannot be run in the parts of a plan; asked once of each who runs them."""
+    pipelined = plan.pipeline_parallel.size > 1
+    num_parts = plan.data_parallel.size * plan.num_microbatches
+    is_in_parts = plan.batch.gradient_accumulation > 1 or (pipelined and num_parts > 1)
+    if not is_in_parts or not search.workload.observed:
         return ""
-    if kind not in search.pipelines:
-        search.pipelines[kind] = _refusal_of_pipeline(plan, search)
-    return search.pipelines[kind]
+    if pipelined not in search.in_parts:
+        batch = few_tokens(search.example_batch, search.workload)
+        try:
+            check_micro_batches(plan, search.model, batch)
+            search.in_parts[pipelined] = ""
+        except ValueError as error:
+            search.in_parts[pipelined] = str(error)
+    return search.in_parts[pipelined]
 
 
 def _refusal_of_pipeline(plan: ParallelPlan, search: Search) -> str:

@@ -75,7 +75,18 @@ def _synchronized(call: OpCall, given: DTensor) -> tuple[tuple[Any, ...], list[A
             old = old * (1 - momentum) + new.reshape(-1) * momentum
         statistics.append(old)
     saved = [each.reshape(-1).to(statistics_dtype(call, 1)) for each in (mean, rstd)]
-    return (result.to(given.dtype), *saved), statistics
+    return (_as_by_kernel(result.to(given.dtype), given), *saved), statistics
+
+
+def _as_by_kernel(result: Any, given: DTensor) -> Any:
+    """Return a result in the order in memory that the kernel gives it, which dropout draws in.
+
+    That is ``channels_last`` behind such an input, and that of its dims behind any other.
+    """
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(given.ndim)
+    if given.is_contiguous() or last is None or not given.is_contiguous(memory_format=last):
+        last = torch.contiguous_format
+    return result.contiguous(memory_format=last)
 
 
 def _on_own_samples(
@@ -130,7 +141,8 @@ def _backward(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         grad = widened(as_distributed(call, "grad_out"))
         of_input, *rest = normalized_backward(grad, normalized, rstd, factor, dims, dims)
         dtype = values.dtype if weight is None else weight.dtype
-        results = (of_input.to(values.dtype), *(each.to(dtype) for each in rest))
+        of_input = _as_by_kernel(of_input.to(values.dtype), values)
+        results = (of_input, *(each.to(dtype) for each in rest))
         return wanted(results, mask)
     found = iter(_backward_on_own_samples(call, values, mask))
     return tuple(next(found) if wanted else None for wanted in mask)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from vescale_dtensor import DTensor, is_sharded
+from vescale_parallel._parameters.memory_layout import dense_stride
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import is_on
 from vescale_parallel._torch_private import pytree
 
@@ -86,7 +87,7 @@ class RowConverter:
         shape = [*part.shape]
         shape[where.dim] = rows.shape[where.dim]
         return DTensor.from_local(
-            part.contiguous(), self._mesh, placements, shape=shape, grad_placements=placements
+            dense(part), self._mesh, placements, shape=shape, grad_placements=placements
         )
 
     def to_parts(self, tree: Any, rows: Sequence[Output], *, is_model: bool = False) -> Any:
@@ -127,9 +128,9 @@ class RowConverter:
             shape[rows.dim] *= self._num_ranks
         # Kept as it is if it has no gradient: code may write to it, a buffer for example.
         if torch.is_grad_enabled() and local.requires_grad:
-            local = ScaledGradient.apply(local, self._num_ranks).contiguous()
+            local = dense(ScaledGradient.apply(local, self._num_ranks))
         return DTensor.from_local(
-            local if rows is None else local.contiguous(),
+            local if rows is None else dense(local),
             self._mesh,
             (placement,) * self._num_axes + over_tp,
             shape=shape,
@@ -171,6 +172,17 @@ class RowConverter:
         if rows is not None:
             shape[rows.dim] //= self._num_ranks
         return DTensor.from_local(local, self._tp_mesh, over_tp, shape=shape)
+
+
+def dense(part: Tensor) -> Tensor:
+    """Return a tensor in dense memory, in the order that it is in.
+
+    What is computed of it lies in that order, too, as on one device: in ``channels_last`` behind a
+    convolution. Random numbers are drawn, and kernels chosen, by it.
+    """
+    if part.is_contiguous() or dense_stride(part) == part.stride():
+        return part
+    return part.contiguous()
 
 
 class ScaledGradient(torch.autograd.Function):

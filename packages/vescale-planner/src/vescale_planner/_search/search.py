@@ -63,6 +63,7 @@ class Search:
         proposals: For each tensor-parallel size that was checked, how layers are cut.
         pipelines: For each kind of pipeline that was tried, why it would not run, or "". It does
             not depend on what tensor-parallel ranks shard.
+        in_parts: Why rows cannot be run in parts, or "", by pipelines, and by accumulating ranks.
 
     [Note: proven sizes] To find a sharding plan, layers are run on every rank's part of random
     numbers, which takes seconds a size. Candidates are priced by the plan of another size, which
@@ -80,6 +81,7 @@ class Search:
     accumulates: bool = False
     proposals: dict[int, ShardingProposal] = field(default_factory=dict["int", ShardingProposal])
     pipelines: dict[Hashable, str] = field(default_factory=dict["Hashable", "str"])
+    in_parts: dict[bool, str] = field(default_factory=dict["bool", "str"])
     _sharding: dict[int, dict[str, str] | str] = field(
         default_factory=dict["int", "dict[str, str] | str"]
     )

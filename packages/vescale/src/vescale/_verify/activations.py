@@ -121,6 +121,28 @@ class Activations:
                 shards[place] = tensors[part * num_calls + call]
         num_shards = num_data_ranks(self.plan) * parts
         yield from ((at, shards) for at, shards in stages.items() if len(shards) == num_shards)
+        if num_calls > 1 and self.plan.pipeline_parallel.virtual_stages > 1:
+            yield from self._by_turns(key)
+
+    def _by_turns(self, key: ModuleOutput) -> Iterator[tuple[int, Shards]]:
+        """Yield the same for ranks with several stages, of each of all calls.
+
+        Every stage runs what it can of forward, on its turn, so a rank may call a module behind
+        the blocks of one micro-batch behind those of others, and before the blocks of each in all
+        of its stages. Calls of all micro-batches are given as that of any.
+        """
+        parts, turns = (
+            num_parts(self.plan),
+            dict[tuple[int, int], dict[int, dict[Place, Tensor]]](),
+        )
+        for rank, record in enumerate(self.ranks):
+            stage, data_rank, place = place_of(rank, self.plan)
+            for turn, tensor in enumerate(record.activations.get(key, [])):
+                shards = turns.setdefault((stage, turn), {})
+                for part in range(parts):
+                    shards.setdefault(data_rank * parts + part, {})[place] = tensor
+        num_shards = num_data_ranks(self.plan) * parts
+        yield from ((at, of) for (at, _), of in turns.items() if len(of) == num_shards)
 
     def _divergence(
         self,

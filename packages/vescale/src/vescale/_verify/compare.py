@@ -14,10 +14,7 @@ from .activations import Activations
 from .placements import best_match
 from .record import Record
 from .report import Divergence
-from .rounding import Expected, distance, largest
-
-# Of the largest gradient of a step: below it a gradient is what is left of terms that cancel.
-_NOTHING = 1e-3
+from .rounding import NOTHING, Expected, distance, is_rounding, largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +87,23 @@ def _without_noise(expected: Expected, rank: Record, step: int) -> Record:
             gradient = one.gradients[at].get(name)
             if gradient is not None:
                 others = [r.gradients[at][name] for r in expected.perturbed]
-                least = _NOTHING * _largest_of(one.gradients[at])
+                least = _least(expected, gradient, _largest_of(one.gradients[at]))
                 is_noise |= gradient.abs() <= expected.bound(gradient, others, least)
             reach += 2 * distance(one.parameters[at][name], before)
             before = one.parameters[at][name]
         may_differ = is_noise & ((found - own).abs() <= reach)
         parameters[name] = torch.where(may_differ, own, found)
     return replace(rank, parameters=[*rank.parameters[:step], parameters])
+
+
+def _least(expected: Expected, gradient: Tensor, of_step: float) -> float:
+    """Return by what a gradient is measured at least, given the largest one of its step.
+
+    One that is no larger than rounding of the largest is nothing but rounding, in all of its
+    elements: of a bias that softmax does not see. Terms that cancel are as large as any.
+    """
+    is_noise = is_rounding(largest(gradient), of_step, expected.epsilon)
+    return of_step if is_noise else NOTHING * of_step
 
 
 def _largest_of(tensors: Mapping[str, Tensor]) -> float:
@@ -131,7 +138,7 @@ def _tensors(
     backward: bool = False,
 ) -> Divergence | None:
     ones, others = of(expected.record)[step], [of(r)[step] for r in expected.perturbed]
-    least = _NOTHING * _largest_of(ones) if backward else 0.0
+    largest_one = _largest_of(ones) if backward else 0.0
     for rank, record in enumerate(ranks):
         found = of(record)[step]
         if found.keys() != ones.keys():
@@ -141,6 +148,7 @@ def _tensors(
     # The last parameter of forward is the first whose gradient is computed.
     for name in [*ones][::-1] if backward else ones:
         one = ones[name]
+        least = _least(expected, one, largest_one)
         bound = expected.bound(one, [other[name] for other in others], least)
         for rank, record in enumerate(ranks):
             found = of(record)[step][name]

@@ -46,6 +46,7 @@ class Record:
         parameters: By step and name, after the optimizer's step.
         buffers: By step and name, after the optimizer's step.
         generators: State of the CPU's generator, before the first step and after each.
+        on_host: Likewise, of the generators of Python and NumPy.
         packed_dims: What tensor parallelism found packed into dims, on a rank.
     """
 
@@ -60,12 +61,14 @@ class Record:
     parameters: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     buffers: list[dict[str, Tensor]] = field(default_factory=list[dict[str, Tensor]])
     generators: list[Tensor] = field(default_factory=list[Tensor])
+    on_host: list[bytes] = field(default_factory=list[bytes])
     packed_dims: frozenset[PackedDim] = frozenset()
 
     @property
     def draws(self) -> bool:
         """Whether training drew random numbers."""
-        return not torch.equal(self.generators[0], self.generators[-1])
+        drawn_on_host = len({*self.on_host}) > 1
+        return drawn_on_host or not torch.equal(self.generators[0], self.generators[-1])
 
 
 def full(tensor: Tensor) -> Tensor:

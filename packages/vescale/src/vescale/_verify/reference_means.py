@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -13,24 +14,40 @@ from torch.overrides import TorchFunctionMode
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Has shards divide by the targets that count in all of them, once they are counted."""
+    """Has shards divide by the targets that count in all of them, once they are counted.
+
+    A forward may compute several means, of which each has targets of its own: where an answer
+    begins and where it ends, masked tokens and the next sentence. They are told apart by their
+    order in a forward.
+    """
 
     def __init__(self, num_parts: int) -> None:
         super().__init__()
         self.is_counting = True
-        self._num_parts, self._count = num_parts, 0
+        self._num_parts, self._counts, self._index = num_parts, list[Tensor](), 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_mean = kwargs.get("reduction", "mean") == "mean" and kwargs.get("weight") is None
-        if func not in (F.cross_entropy, F.nll_loss) or not is_mean or len(args) < 2:
+        if func not in (F.cross_entropy, F.nll_loss):
             return func(*args, **kwargs)
-        if args[1].is_floating_point():  # probabilities of classes
+        given = signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        target: Tensor = given.arguments["target"]
+        if given.arguments["reduction"] != "mean" or target.is_floating_point():  # of classes
             return func(*args, **kwargs)
+        index, self._index = self._index, self._index + 1
         if self.is_counting:
-            self._count += int((args[1] != kwargs.get("ignore_index", -100)).sum())
-        summed = func(*args, **{**kwargs, "reduction": "sum"})
-        return summed * self._num_parts / torch.tensor(self._count, dtype=summed.dtype)
+            self._counts.append(_count(**given.arguments))
+        given.arguments["reduction"] = "sum"
+        summed = func(*given.args, **given.kwargs)
+        return summed * self._num_parts / self._counts[index].to(summed.dtype)
+
+    @contextmanager
+    def of_forward(self) -> Iterator[None]:
+        """Be the mode of one forward."""
+        self._index = 0
+        with self:
+            yield
 
     @contextmanager
     def left_in(self, blocks: Iterable[nn.Module]) -> Iterator[None]:
@@ -51,6 +68,16 @@ class GlobalMeans(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _count(
+    *, input: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, **_: Any
+) -> Tensor:
+    """Return what torch divides the mean over some targets by."""
+    counting = target[target != ignore_index]
+    if weight is None:
+        return torch.tensor(counting.numel(), device=input.device)
+    return weight[counting].sum()
 
 
 def mean_in_order(grads: Sequence[Tensor | None], copies: int) -> Tensor | None:

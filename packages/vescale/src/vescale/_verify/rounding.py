@@ -14,6 +14,8 @@ from .record import Record
 # What rounding may do, in units of what a change of one epsilon in every parameter does, and at
 # least, in epsilons of the largest element.
 _FACTOR, _LEAST = 16.0, 32.0
+# Of the largest gradient of a step: below it a gradient is what is left of terms that cancel.
+NOTHING = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,15 @@ class Expected:
     def unit(self, one: Tensor) -> float:
         """Return an epsilon of a tensor's largest element."""
         return self.epsilon * (largest(one) or 1.0)
+
+
+def is_rounding(number: float, of: float, epsilon: float) -> bool:
+    """Whether a number is no larger than what rounding may do to another one.
+
+    In half precision that is a quarter of it, which says nothing: no number is then.
+    """
+    share = _LEAST * epsilon
+    return share < NOTHING and number <= share * of
 
 
 def largest(x: Tensor) -> float:

@@ -24,6 +24,7 @@ from vescale_parallel import (
     with_constraints,
 )
 
+from .host_generators import host_state, kept_host_state, seed_host
 from .record import Record, full, full_state, recorded_activations
 from .reference_means import GlobalMeans, mean_in_order
 
@@ -56,6 +57,7 @@ class Program:
     def build(self) -> nn.Module:
         """Construct the model, real or deferred, as every run does."""
         torch.manual_seed(self.seed)
+        seed_host(self.seed)
         model = self.model_fn()
         return model if self.dtype is None else model.to(self.dtype)
 
@@ -114,8 +116,10 @@ def shard_after_shard(
         program: What to train.
         plan: Whose ranks and micro-batches.
         change: What to do to the model first.
-        model: What to train instead of the program's plain model.
+        model: What to train instead of the program's plain model; its blocks are compiled if
+            those of the plan are.
     """
+    compiled = () if model is None else _compiled_blocks(model, plan)
     model, record = _plain_model(program) if model is None else model, Record()
     if change is not None:
         change(model)
@@ -126,7 +130,6 @@ def shard_after_shard(
     copies = num_data_ranks(plan)
     if plan.data_parallel.zero_stage:
         copies //= plan.axes["dp_shard"]
-    compiled = _compiled_blocks(model, plan)
     _seed(program, record)
     for whole_batch in program.batches:
         batch = program.on_device(whole_batch)
@@ -158,7 +161,7 @@ def _gradients_of_ranks(
         for reduction in range(num_reductions):
             model.zero_grad()
             for part in range(reduction, parts, num_reductions):
-                with means:
+                with means.of_forward():
                     own = shard_of(batch, rank * parts + part, ranks * parts)
                     loss = program.loss_of(model, own)
                 (loss / parts).backward()
@@ -173,7 +176,7 @@ def _counted_means(
 ) -> GlobalMeans:
     means = GlobalMeans(num_data_ranks(plan) * num_parts(plan))
     buffers = [buffer.clone() for buffer in model.buffers()]
-    with means, torch.no_grad(), torch.random.fork_rng():
+    with means.of_forward(), torch.no_grad(), torch.random.fork_rng(), kept_host_state():
         program.loss_of(model, batch)
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
@@ -267,12 +270,15 @@ def _end_of_step(
     record.parameters.append(full_state(model.named_parameters()))
     record.buffers.append(full_state(model.named_buffers()))
     record.generators.append(torch.get_rng_state())
+    record.on_host.append(host_state())
     record.losses.append(full(loss))
 
 
 def _seed(program: Program, record: Record) -> None:
     torch.manual_seed(program.seed)
+    seed_host(program.seed)
     record.generators.append(torch.get_rng_state())
+    record.on_host.append(host_state())
 
 
 def _state(model: nn.Module) -> Any:
