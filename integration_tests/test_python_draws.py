@@ -107,6 +107,30 @@ def test_data_parallel_pipelines_draw_in_the_order_of_one_device(world4: World) 
         assert_right(answers)
 
 
+class OfRows(Plain):
+    """Draws for every row of what it is given, as SpecAugment does its masks."""
+
+    def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = batch["x"]
+        kept = np.random.rand(len(x), 1) + [random.random() for _ in range(x.shape[1])]
+        return super().logits({"x": x * torch.from_numpy(kept)})
+
+
+def of_rows(run: Run) -> None:
+    np.random.seed(3)
+    random.seed(3)
+    run.train(OfRows())
+
+
+@pytest.mark.parametrize("constraints", [{DP: 2}, {DP: 2, ZERO: 3}], ids=str)
+def test_numbers_for_each_row_are_those_of_one_device(
+    world2: World, constraints: Constraints
+) -> None:
+    """What is drawn for rows tells how many they are, so that code runs over all ranks' rows."""
+    for answers in world2.run(both, of_rows, constraints):
+        assert_right(answers)
+
+
 class Shuffling(Plain):
     """Draws as many words as values say."""
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from vescale_parallel import propose_sharding
 from vescale_parallel._model.inputs import example_of
+from vescale_parallel._trace.generators import states_of_generators
 from vescale_parallel._verify.plan_of_scaled_down import plan_of_scaled_down
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 
@@ -255,3 +259,21 @@ def test_parts_are_as_long_as_in_the_model_itself(
     layout = dict(model.named_parameters())
     last = next(name for name in reversed(layout) if name.endswith(f"{parameter}.weight"))
     assert layout[last].shape[0] == sum(lengths)
+
+
+class Drawing(transformers.LlamaForCausalLM):
+    """Draws in its constructor, on the host whatever the device is (Wav2Vec2 does)."""
+
+    def __init__(self, config: transformers.LlamaConfig) -> None:
+        super().__init__(config)
+        self.embedding = nn.Parameter(torch.Tensor(4).uniform_())
+        self.first = random.random() + float(np.random.rand())
+
+
+def test_what_a_constructor_draws_is_not_drawn_from_the_programs_generators() -> None:
+    model = Drawing(transformers.LlamaConfig(num_hidden_layers=2, vocab_size=64))
+    before = states_of_generators()
+    assert scaled_down(model, 2) is not None
+    after = states_of_generators()
+    assert torch.equal(before.torch, after.torch)
+    assert not before.differs_outside_of_torch(after)

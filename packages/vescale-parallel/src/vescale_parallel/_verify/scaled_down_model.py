@@ -14,6 +14,7 @@ from torch import nn
 from vescale_parallel._model.blocks import block_stacks, numel_of
 from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
+from vescale_parallel._trace.generators import untouched_generators
 
 # Sizes that a transformers configuration may name, and what they become. Numbers of heads stay:
 # they decide what can be cut. There are fewer experts, which divide where all of them do.
@@ -221,7 +222,8 @@ def _made_of(model: nn.Module, config: Any) -> nn.Module | None:
     logger.setLevel(logging.ERROR)
     make: Any = type(model)
     try:
-        with torch.device("meta"):
+        # Constructors draw, some on the host whatever the device is: torch.Tensor(n).uniform_().
+        with torch.device("meta"), untouched_generators():
             return make(config)
     # Arbitrary constructors.
     except Exception:
