@@ -207,7 +207,8 @@ class Search:
         if len(parts) == 1:
             return ArgumentSlice(dim)
         (_, first), *_ = self.trace.called[module]
-        rows = self.axes.factors(self.trace.values[first].dims[0])
+        of_first = self.trace.values[first].dims
+        rows = self.axes.factors(of_first[0] if of_first else ())
         is_of_rows = self.axes.factors(value.dims[dim])[: len(rows)] == rows
         is_each_row = is_of_rows and self.axes.length(rows) == len(parts)
         return ArgumentSlice(dim, each_row=True) if is_each_row else None

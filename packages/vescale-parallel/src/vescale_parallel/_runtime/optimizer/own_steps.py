@@ -52,7 +52,7 @@ def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         returned = own(reference(), group, *lists, **others)
         # SGD keeps its momentum anew, by the parameters in the list.
         keeps_anew = cls.__name__ == "SGD" and group["momentum"]
-        if not (keeps_anew or group["differentiable"] or is_traced_by_dynamo()):
+        if not (keeps_anew or group.get("differentiable") or is_traced_by_dynamo()):
             _localize(lists)
         return returned
 
