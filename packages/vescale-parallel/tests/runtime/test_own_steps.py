@@ -123,10 +123,11 @@ def num_dispatched(model: nn.Module, optimizer: Optimizer) -> Dispatched:
 
 
 @pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)])
 def test_no_operator_of_a_step_is_one_of_distributed_tensors(
-    in_threads: InThreads, foreach: bool
+    in_threads: InThreads, cls: Callable[..., Optimizer], foreach: bool
 ) -> None:
-    make = partial(torch.optim.AdamW, foreach=foreach)
+    make = partial(cls, foreach=foreach)
     model = net()
     expected = num_dispatched(model, make(model.parameters()))
     models = [net() for _ in range(2)]
@@ -161,9 +162,10 @@ def test_what_is_not_torchs_steps_on_distributed_tensors() -> None:
 
 
 @pytest.mark.usefixtures("world_of_one")
-def test_an_optimizer_is_freed_with_its_last_name() -> None:
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_an_optimizer_is_freed_with_its_last_name(name: str) -> None:
     model = parallelize(ParallelPlan(), net())
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = MAKES[name](model.parameters())
     give(model, 0)
     optimizer.step()
     seen = weakref.ref(optimizer)

@@ -17,7 +17,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from vescale_dtensor import DTensor
 from vescale_parallel._torch_private import is_traced_by_dynamo
@@ -27,6 +30,9 @@ from .parallel_optimizer import ParallelOptimizer
 
 # The method in which torch's optimizers list what a step reads and writes.
 _LISTS = "_init_group"
+# Of an optimizer: local tensors in these lists, and the parameters that they are of.
+_LISTED = "_vescale_listed"
+_MOMENTUM = "momentum_buffer"
 
 
 @functools.cache
@@ -34,6 +40,7 @@ def take_local_tensors() -> None:
     """Have torch's element-wise optimizers step on local tensors, from their next step on."""
     # Once and for good: another thread may be about to call the hooks that torch has.
     register_optimizer_step_pre_hook(_prepare)
+    register_optimizer_step_post_hook(_settle)
 
 
 def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -45,29 +52,43 @@ def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     own = getattr(cls, _LISTS, None)
     if own is None or not is_elementwise:
         return
-    reference = weakref.ref(optimizer)
+    reference: Any = weakref.ref(optimizer)
 
     @functools.wraps(own)
     def lists_of(group: dict[str, Any], *lists: Any, **others: Any) -> Any:
         returned = own(reference(), group, *lists, **others)
-        # SGD keeps its momentum anew, by the parameters in the list.
-        keeps_anew = cls.__name__ == "SGD" and group["momentum"]
-        if not (keeps_anew or group.get("differentiable") or is_traced_by_dynamo()):
-            _localize(lists)
+        if not (group.get("differentiable") or is_traced_by_dynamo()):
+            parameters = [*lists[0]]
+            if _localize(lists) and cls.__name__ == "SGD" and group["momentum"]:
+                vars(reference())[_LISTED] += zip(lists[0], parameters, strict=True)
         return returned
 
-    known[_LISTS] = lists_of
+    known.update({_LISTS: lists_of, _LISTED: []})
 
 
-def _localize(lists: Sequence[list[Any]]) -> None:
+def _settle(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Give parameters the momentum that SGD has kept by what was in the list."""
+    listed: list[tuple[Tensor, Any]] = vars(optimizer).get(_LISTED, [])
+    for local, parameter in listed:
+        if local is parameter or local not in optimizer.state:
+            continue
+        made, kept = optimizer.state.pop(local)[_MOMENTUM], optimizer.state[parameter]
+        if _MOMENTUM not in kept or kept[_MOMENTUM]._local_tensor is not made:
+            how = parameter.device_mesh, parameter.placements
+            kept[_MOMENTUM] = DTensor.from_local(made, *how, shape=parameter.shape)
+    listed.clear()
+
+
+def _localize(lists: Sequence[list[Any]]) -> bool:
     """Replace distributed tensors of lists by a rank's, if those of each parameter are alike."""
     # Those that have something for each parameter, the parameters first.
     listed = [each for each in lists if each and len(each) == len(lists[0])]
     found = [_locals_of(*of_one) for of_one in zip(*listed, strict=True)]
     if None in found:
-        return
+        return False
     for each, locals_ in zip(listed, zip(*filter(None, found), strict=True), strict=True):
         each[:] = locals_
+    return True
 
 
 def _locals_of(parameter: Any, *others: Any) -> list[Any] | None:
@@ -83,7 +104,7 @@ def _locals_of(parameter: Any, *others: Any) -> list[Any] | None:
                 return None
         else:
             local = each
-            if each.dim():  # not a number of steps
+            if each is not None and each.dim():  # neither a number of steps nor none yet
                 return None
         found.append(local)
     return found
