@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -59,7 +60,11 @@ def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         returned = own(reference(), group, *lists, **others)
         if not (group.get("differentiable") or is_traced_by_dynamo()):
             parameters = [*lists[0]]
-            if _localize(lists) and cls.__name__ == "SGD" and group["momentum"]:
+            is_local = _localize(lists)
+            if is_local:
+                # What tells that parameters changed, who computes with copies of them.
+                increment_version(parameters)
+            if is_local and cls.__name__ == "SGD" and group["momentum"]:
                 vars(reference())[_LISTED] += zip(lists[0], parameters, strict=True)
         return returned
 
