@@ -73,6 +73,8 @@ def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _settle(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Give parameters the momentum that SGD has kept by what was in the list."""
+    if is_traced_by_dynamo():
+        return
     listed: list[tuple[Tensor, Any]] = vars(optimizer).get(_LISTED, [])
     for local, parameter in listed:
         if local is parameter or local not in optimizer.state:
