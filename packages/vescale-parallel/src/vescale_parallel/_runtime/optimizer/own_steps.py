@@ -45,10 +45,11 @@ def take_local_tensors() -> None:
 
 
 def _prepare(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    known = vars(optimizer)
-    if _LISTS in known or is_traced_by_dynamo() or isinstance(optimizer, ParallelOptimizer):
+    if is_traced_by_dynamo() or isinstance(optimizer, ParallelOptimizer):
         return
-    cls = type(optimizer)
+    cls, known = type(optimizer), vars(optimizer)
+    if _LISTS in known:
+        return
     is_elementwise = is_torchs(cls) and updates_of(cls) == "elements"
     own = getattr(cls, _LISTS, None)
     if own is None or not is_elementwise:
