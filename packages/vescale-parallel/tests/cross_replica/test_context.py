@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_parallel import ParallelPlan, with_constraints
-from vescale_parallel._cross_replica.context.attention import Heads, HeadsAttention
+from vescale_parallel._cross_replica.context.attention.heads import Heads, HeadsAttention
 from vescale_parallel._cross_replica.context.blocks import (
     ShortSequenceError,
     SlicedBlocks,

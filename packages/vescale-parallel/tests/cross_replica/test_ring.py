@@ -11,7 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_parallel._cross_replica.context.ring import Scoring, pairs_read, ring_attention
+from vescale_parallel._cross_replica.context.attention.ring import (
+    Scoring,
+    pairs_read,
+    ring_attention,
+)
 from vescale_parallel._cross_replica.context.slices import ContextThreads, SequenceSlices
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._verify.threads import run_in_threads

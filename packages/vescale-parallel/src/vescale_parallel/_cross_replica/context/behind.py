@@ -133,7 +133,7 @@ class BehindBlocks:
         if not found:
             given.append(None)
             return None
-        if not self._now.modules.get(fqn, False) or not _is_row_wise(found[0]):
+        if not self._now.modules.get(fqn, False) or not found[0].is_row_wise:
             given.append(None)
             return gathered((args, kwargs))
         given.append((found[0].along, found[0].local.shape))
@@ -179,10 +179,6 @@ class BehindBlocks:
         self.gathered_large = held  # by the caller, not by code
 
 
-def _is_row_wise(x: SlicedTensor) -> bool:
-    return x.along.dim < x.local.ndim - 1
-
-
 class WatchBehind:
     """Notes which modules are called behind the last stack, and what they return."""
 
@@ -215,17 +211,25 @@ class WatchBehind:
         self._open = None
         is_code = not any(True for _ in module.parameters()) and not self._has_drawn
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        is_token_wise = (
-            len(given) == 1
-            and isinstance(output, Tensor)
-            and given[0].ndim > 1
-            and output.shape[:-1] == given[0].shape[:-1]
+        is_wise = (
+            is_token_wise(args, kwargs, output)
             and given[0].shape[:-1].numel() % self._length == 0
             and not self._has_drawn
         )
-        if is_token_wise or not is_code:
-            self._found[fqn] = is_token_wise and self._found.get(fqn, True)
+        if is_wise or not is_code:
+            self._found[fqn] = is_wise and self._found.get(fqn, True)
 
     def behind(self) -> Behind:
         """Return what may run on slices."""
         return Behind(self._stack or None, self._block, dict(self._found))
+
+
+def is_token_wise(args: Any, kwargs: Any, output: Any) -> bool:
+    """Whether a module returned one tensor of the positions of the one that it was given."""
+    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    return (
+        len(given) == 1
+        and isinstance(output, Tensor)
+        and given[0].ndim > 1
+        and output.shape[:-1] == given[0].shape[:-1]
+    )

@@ -21,8 +21,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,71 +32,23 @@ from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.generators import generator_state
 from vescale_parallel._trace.memory_order import NotedOrder, Order
 
-from .attention import HeadsAttention
-from .behind import Behind, BehindBlocks
+from .attention.cross import AttendsAcross
+from .attention.heads import HeadsAttention
+from .attention.intercept import Interception
+from .attention.of_sliced import AttendsSliced
+from .attention.ring_attention import RingAttention
+from .behind import BehindBlocks
 from .conversions import gather_slices, keep_slice
-from .draws import DrawKey, DrawnDim, DrawsSlices, WholeDraw
-from .intercept import Interception
-from .leaving import Leaving, around_one_stack
-from .ring_attention import RingAttention
-from .slices import ContextRanks, Method, SequenceSlices, sequence_dim
+from .draws import DrawnDim, DrawsSlices
+from .leaving import around_one_stack
+from .shown import ShownModules
+from .slices import ContextRanks, Method, SequenceSlices
+from .slicing import Slicing
 from .written import Combination, Place, WholeWrites
 
 Around = Callable[[], AbstractContextManager[None]]
 _ROWS = 3  # dims of activations (batch, sequence, features)
 _FEWEST = 2  # positions of a slice: some code takes one position for a step of generation
-
-
-@dataclass(frozen=True)
-class Slicing:
-    """What calls of one form slice.
-
-    Attributes:
-        stacks: Those whose blocks compute on slices; others run as they are.
-        attending: Modules in them that call attention, the innermost ones.
-        draws: What one device drew between the beginning and the end of a stack.
-        in_attention: Which draw a module has attention make.
-        dims: Of the tensors that blocks are given, by block, place among its arguments and number
-            of dims: the one along the sequence, None of what stays whole.
-        drawn: Of what ranks draw, likewise.
-        leaving: What blocks return, or is collected in them, beside their activations.
-        behind: What runs on slices behind the last stack.
-        written: How what modules in them write becomes that of whole sequences.
-    """
-
-    stacks: frozenset[str] = frozenset()
-    attending: frozenset[str] = frozenset()
-    draws: Mapping[DrawKey, WholeDraw] = field(default_factory=dict[DrawKey, WholeDraw])
-    in_attention: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
-    dims: dict[tuple[str, int, int], int | None] = field(
-        default_factory=dict[tuple[str, int, int], "int | None"]
-    )
-    drawn: dict[DrawKey, DrawnDim] = field(default_factory=dict[DrawKey, DrawnDim])
-    leaving: Leaving = field(default_factory=Leaving)
-    behind: Behind = field(default_factory=Behind)
-    written: Mapping[Place, Combination] = field(default_factory=dict[Place, Combination])
-
-    @cached_property
-    def drawing(self) -> frozenset[str]:
-        """Modules that draw."""
-        return frozenset(fqn for fqn, *_ in self.draws)
-
-    def dim(self, fqn: str, place: int, x: Any, length: int) -> int | None:
-        """Return the dim that a block slices of what it is given.
-
-        Raises:
-            ValueError: If that dim is not as long as the sequence, as it was.
-        """
-        if not isinstance(x, Tensor):
-            return None
-        found = self.dims.setdefault((fqn, place, x.dim()), sequence_dim(x, length))
-        if found is not None and x.shape[found] != length:
-            raise ValueError(
-                f"context_parallel: expected {fqn!r} to be called with a tensor of {length} "
-                f"positions in dim {found}, as it was when the model was compared with one "
-                f"device, got shape {tuple(x.shape)}"
-            )
-        return found
 
 
 class ShortSequenceError(ValueError):
@@ -120,19 +70,23 @@ class SlicedBlocks:
         self._ranks = ranks
         self.behind = BehindBlocks(ranks)
         self._writes = WholeWrites(ranks)
+        self._shown = ShownModules(ranks, lambda: (self.slicing.shown, self.slices))
         self._method: Method = method
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
-        self._interception = Interception(self._attention, compiled=compiled)
+        across = AttendsAcross(self._attention, ranks.rank, self._is_across)
+        self._interception = Interception(AttendsSliced(across), compiled=compiled)
         self.slicing = Slicing()
         self.stacks: tuple[str, ...] = ()
         self.runs_short_ones = True
         self._open: str | None = None
+        self._num_opened = 0
         self._has_closed = False
         self._begins_with_grad = True
         # Of blocks that are not the first ones, with which a stage of a pipeline may begin.
         self._within: dict[str, str] = {}
         self._state: object = None
         self._intercepted: set[str] = set()
+        self._blocks: set[str] = set()
 
     @property
     def slices(self) -> SequenceSlices:
@@ -149,6 +103,7 @@ class SlicedBlocks:
                 block, ends = model.get_submodule(fqn), (fqn == stack[0], fqn == stack[-1])
                 block.forward = self._wrapped(block.forward, name_of(stack), fqn, *ends)
                 self._intercepted.add(fqn)
+                self._blocks.add(fqn)
             self._within.update(dict.fromkeys(stack[1:], name_of(stack)))
         for fqn in around_one_stack(model, stacks):
             hook = functools.partial(self._gather_collected, fqn)
@@ -174,6 +129,7 @@ class SlicedBlocks:
             is_now = functools.partial(self._attends_by, fqn)
             module.forward = self._interception.of_module(module.forward, is_now, fqn)
             self._intercepted.add(fqn)
+        self._shown.show(self._model, slicing.shown, besides=self._blocks)
         self._writes.watch(self._model, slicing.written, self._written_now)
         self.behind.slice_as(self._model, slicing.behind)
 
@@ -257,7 +213,7 @@ class SlicedBlocks:
         return now
 
     def _begin(self, _: nn.Module, args: Any) -> None:
-        self._open, self._has_closed = None, False
+        self._open, self._has_closed, self._num_opened = None, False, 0
         self._begins_with_grad = torch.is_grad_enabled()
 
     def _end(self, _: nn.Module, args: Any, output: Any) -> None:
@@ -295,14 +251,34 @@ class SlicedBlocks:
                     f"rank's {own} of {length}; blocks of {stack!r} have to be called in order"
                 )
             for at, leaf in enumerate(leaves):
-                dim = 1 if at == index else self.slicing.dim(fqn, at, leaf, length)
+                is_whole = isinstance(leaf, Tensor) and self._is_of_another_stack(leaf)
+                dim = 1 if at == index else self.slicing.dim(fqn, at, leaf, length, is_whole)
                 if dim is not None and (is_first or at != index):
                     leaves[at] = keep_slice(leaf, dim, self.slices, self._ranks)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-            output = attend(*args, **kwargs)
+            output = self._shown.call(fqn, attend, args, kwargs)
             return self._returned(output, fqn, is_last=is_last)
 
         return run
+
+    def _is_of_another_stack(self, x: Tensor) -> bool:
+        """Whether what a block is given, besides its activation, is what an encoder returned.
+
+        Tables that are sliced are made of positions, and need no gradients.
+        """
+        return self._num_opened > 1 and x.requires_grad
+
+    def _is_across(self, num_keys: int) -> bool:
+        """Whether the module that attends now does so to what an encoder returned."""
+        if self._num_opened < 2:
+            return False
+        found, fqn = self.slicing, self._interception.attending
+        own = self.slices.sizes[self._ranks.rank]
+        return found.across.setdefault(fqn, fqn in found.unequal or num_keys != own)
+
+    def _has_parts(self, stack: str | None) -> bool:
+        """Whether ranks have parts of the gradient of what leaves a stack, which others read."""
+        return stack != self.slicing.last
 
     def _stays_sliced(self, stack: str | None) -> bool:
         """Whether what leaves a stack is not gathered here.
@@ -317,7 +293,10 @@ class SlicedBlocks:
         if not self._has_closed or output is None:
             return None  # blocks ran on whole sequences, or not at all
         leaves, spec = pytree.tree_flatten(output)
-        is_changed = self.slicing.leaving.gather(fqn, leaves, self.slices, self._ranks)
+        last = self.slicing.last
+        sums = last is None or not f"{last}.".startswith(f"{fqn}." if fqn else "")
+        found = self.slices, self._ranks
+        is_changed = self.slicing.leaving.gather(fqn, leaves, *found, sums=sums)
         return pytree.tree_unflatten(leaves, spec) if is_changed else None
 
     def _slice_no_short_one(self, leaves: Sequence[Any]) -> None:
@@ -339,6 +318,7 @@ class SlicedBlocks:
         length, size = x.shape[1], self._ranks.size
         self._attention.slices = SequenceSlices.over(length, size, self._method)
         self._open = stack
+        self._num_opened += 1
         self._state = None if self.slicing.draws else generator_state()
 
     def _close_stack(self) -> None:
@@ -358,13 +338,14 @@ class SlicedBlocks:
         index = _activation(leaves)
         if fqn is not None:
             refuse_shut_output(fqn, output, "context_parallel")
-            found = self.slices, self._ranks
-            self.slicing.leaving.gather(fqn, leaves, *found, activation=index)
+            found, sums = (self.slices, self._ranks), self._has_parts(self._open)
+            self.slicing.leaving.gather(fqn, leaves, *found, activation=index, sums=sums)
         stack = self._open
         if is_last:
             self._close_stack()
         if index is not None and is_last and not self._stays_sliced(stack):
-            leaves[index] = gather_slices(leaves[index], 1, self.slices, self._ranks)
+            found, sums = (self.slices, self._ranks), self._has_parts(stack)
+            leaves[index] = gather_slices(leaves[index], 1, *found, sums=sums)
         elif index is not None and is_last:
             self.behind.begin(index, leaves[index], self.slices)
         if index is not None and torch.is_grad_enabled():

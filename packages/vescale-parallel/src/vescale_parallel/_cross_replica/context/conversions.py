@@ -4,7 +4,9 @@
 whole gradient; inside it computes on its slice, and gradients of parameters are sums over ranks.
 Gradients are averaged over the ranks of a sequence as over those of a batch, so what goes from
 slices to whole sequences multiplies gradients by the number of ranks: the average of parts is then
-their sum, and the average of whole gradients stays what it is.
+their sum, and the average of whole gradients stays what it is. Where what is whole is read by
+slices again, as keys are by a rank's queries, or an encoder's output by a decoder's slices, each
+rank has a part of its gradient, and a slice gets the sum of these parts.
 
 Attention is all-to-all over heads (DeepSpeed-Ulysses): ranks exchange slices of all heads for
 whole sequences of some heads. Of grouped queries a rank gets the key-value heads that its queries
@@ -20,7 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_dtensor import ordered_sum
+
 from .slices import ContextRanks, Range, SequenceSlices
+
+_LOW = (torch.float16, torch.bfloat16)
 
 
 def keep_slice(x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks) -> Tensor:
@@ -28,9 +34,16 @@ def keep_slice(x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks)
     return slices.part(x, dim, ranks.rank).contiguous()
 
 
-def gather_slices(x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks) -> Tensor:
-    """Return the whole of what every rank has a slice of. Every rank must call this."""
-    return _Gather.apply(x, dim, slices, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+def gather_slices(
+    x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks, *, sums: bool = False
+) -> Tensor:
+    """Return the whole of what every rank has a slice of. Every rank must call this.
+
+    ``sums`` says that ranks compute different parts of the whole's gradient, as where each of them
+    attends with its own queries; they are summed then.
+    """
+    gather = _GatherParts if sums else _Gather
+    return gather.apply(x, dim, slices, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
 
 
 def to_heads(
@@ -63,6 +76,30 @@ class _Gather(torch.autograd.Function):
         _, _, ranks = ctx.given
         # See [Note: whole and sliced].
         return keep_slice(grad, *ctx.given) * ranks.size, None, None, None
+
+
+class _GatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks
+    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.given = dim, slices, ranks
+        return slices.whole(ranks.all_gather(x, dim, slices.sizes), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dim, slices, ranks = ctx.given
+        parts = [slices.part(grad, dim, rank) for rank in range(ranks.size)]
+        shape = parts[ranks.rank].shape
+        sent = [part.reshape(-1) for part in parts]
+        arrived = _exchanged(sent, [shape] * ranks.size, ranks)
+        return sum_of_ranks(torch.stack(arrived)), None, None, None
+
+
+def sum_of_ranks(rows: Tensor) -> Tensor:
+    """Return the sum over the first dim, in order, in float32 at least."""
+    sums = torch.float32 if rows.dtype in _LOW else rows.dtype
+    return ordered_sum(rows, accumulate=sums).to(rows.dtype)
 
 
 class _ToHeads(torch.autograd.Function):

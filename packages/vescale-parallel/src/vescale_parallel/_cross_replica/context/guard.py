@@ -19,10 +19,12 @@ from vescale_parallel._verify.call_signature import CallForms
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .blocks import ShortSequenceError, SlicedBlocks, Slicing
-from .intercept import LEFT_OUT
-from .proof import DrawsBy, NotSlicedError, proven_slicing
+from .attending import NotSlicedError
+from .attention.intercept import LEFT_OUT
+from .blocks import ShortSequenceError, SlicedBlocks
+from .proof import DrawsBy, proven_slicing
 from .slices import ContextRanks, Method
+from .slicing import Slicing
 
 _LEFT_OUT = "leave context_parallel out of the plan"
 

@@ -65,8 +65,11 @@ class Leaving:
         ranks: ContextRanks,
         *,
         activation: int | None = None,
+        sums: bool = False,
     ) -> bool:
         """Gather what a module returns of slices, in place; return whether there was anything.
+
+        ``sums`` says that other blocks read it, see :func:`.conversions.gather_slices`.
 
         Raises:
             ValueError: If it is not this rank's part of what one device returned.
@@ -80,7 +83,7 @@ class Leaving:
                 self.dims[place] = part_of_whole(self.whole[place], x, slices, ranks.rank, fqn)
             found = self.dims[place]
             if found is not None:
-                leaves[at] = gathered_part(x, *found, slices, ranks, fqn)
+                leaves[at] = gathered_part(x, *found, slices, ranks, fqn, sums=sums)
                 is_changed = True
         return is_changed
 
@@ -102,7 +105,14 @@ def part_of_whole(
 
 
 def gathered_part(
-    x: Tensor, dim: int, is_folded: bool, slices: SequenceSlices, ranks: ContextRanks, fqn: str
+    x: Tensor,
+    dim: int,
+    is_folded: bool,
+    slices: SequenceSlices,
+    ranks: ContextRanks,
+    fqn: str,
+    *,
+    sums: bool = False,
 ) -> Tensor:
     own = slices.sizes[ranks.rank]
     count, rest = divmod(x.shape[dim], own)
@@ -113,6 +123,6 @@ def gathered_part(
             f"{tuple(x.shape)}"
         )
     if not is_folded:
-        return gather_slices(x, dim, slices, ranks)
+        return gather_slices(x, dim, slices, ranks, sums=sums)
     unfolded = x.unflatten(dim, (count, own))
-    return gather_slices(unfolded, dim + 1, slices, ranks).flatten(dim, dim + 1)
+    return gather_slices(unfolded, dim + 1, slices, ranks, sums=sums).flatten(dim, dim + 1)

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
 from vescale_parallel._model.blocks import block_stacks
-from vescale_parallel._model.copies import discard, snapshot
-from vescale_parallel._model.random_copies import InDouble, random_copy, sharing_copy
+from vescale_parallel._model.copies import discard
+from vescale_parallel._model.random_copies import random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
-from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import (
     States,
     set_generators,
@@ -34,31 +33,21 @@ from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
 
+from .attending import NotSlicedError, attending_stacks, shown_too
 from .behind import Behind
-from .blocks import ShortSequenceError, SlicedBlocks, Slicing, name_of
-from .draws import DrawKey, DrawsSlices, WholeDraw
+from .blocks import ShortSequenceError, SlicedBlocks
+from .draws import DrawsSlices
 from .find_written import Held, State, Writes, begin_with, first_other, state_of
-from .leaving import Leaving
 from .slices import ContextThreads, Method, SequenceSlices
-from .watch import ForwardWatch, module_that_raised, noted_outputs
+from .slicing import Slicing
+from .watch import module_that_raised, noted_outputs
 from .written import Combination, Place
 
+_MOST_TRIES = 8  # each shows the modules of one kind, of which blocks have few
 _log = package_logger("vescale.parallel")
 
 Notes = dict[str, Tensor]
 DrawsBy = Callable[[SlicedBlocks], DrawsSlices]
-
-
-class NotSlicedError(ValueError):
-    """A model computes something else on slices, or cannot be compared.
-
-    Attributes:
-        raised: What its code raised, to be said after what to do about it.
-    """
-
-    def __init__(self, why: str, raised: str = "") -> None:
-        super().__init__(why)
-        self.raised = raised
 
 
 def proven_slicing(
@@ -90,9 +79,19 @@ def proven_slicing(
         warnings.simplefilter("ignore")
         region = whole_region(model, named, {})
         base = random_copy(model).train(training)
-        slicing = _attending_stacks(region, base)
+        slicing, watch = attending_stacks(region, base)
         make = functools.partial(SlicedBlocks, method=method)
-        found = _compared(region, base, slicing, size, make, draws_by, behind=behind)
+
+        def proven(slicing: Slicing, num_tries: int) -> Slicing:
+            try:
+                return _compared(region, base, slicing, size, make, draws_by, behind=behind)
+            except NotSlicedError as error:
+                more = shown_too(error.where, slicing, watch, base) if num_tries else None
+                if more is None:
+                    raise
+            return proven(more, num_tries - 1)
+
+        found = proven(slicing, _MOST_TRIES)
         discard(base)
     give_memory_back()
     return found
@@ -194,54 +193,6 @@ def _check_runs(
         )
 
 
-def _attending_stacks(region: Region, base: nn.Module) -> Slicing:
-    """Return the stacks in which all blocks attend, the modules that do, and what is drawn.
-
-    Raises:
-        NotSlicedError: If there are none, or of a draw that cannot be told from another one.
-    """
-    watch = ForwardWatch()
-    inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in region.inputs]
-    args, kwargs = snapshot(pytree.tree_unflatten(inputs, region.spec))
-    watched = sharing_copy(base)
-    try:
-        with InDouble():
-            watch.run(watched, args, kwargs)
-    # Arbitrary user code: whatever it raises means that it cannot be compared.
-    except Exception as error:
-        raise NotSlicedError(
-            f"it cannot be compared with one device: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        discard(watched)
-    found = [stack for stack in block_stacks(base) if {*stack} <= watch.attending]
-    if not found:
-        raise NotSlicedError(
-            "found no list of two or more blocks that all call F.scaled_dot_product_attention or "
-            "transformers' attention interface, by which a rank attends to all of the sequence"
-        )
-    stacks = frozenset(map(name_of, found))
-    inside = tuple(f"{stack}." for stack in stacks)
-    attending = frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
-    once = {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1}
-    leaving, behind = Leaving(watch.returned), watch.behind.behind()
-    behind = behind if behind.stack in stacks else Behind()
-    return Slicing(stacks, attending, _draws(watch, stacks), once, leaving=leaving, behind=behind)
-
-
-def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDraw]:
-    draws: dict[DrawKey, WholeDraw] = {}
-    for stack in sorted(stacks & {*watch.draws}):
-        for key, whole in watch.draws[stack].items():
-            if whole is None:
-                raise NotSlicedError(
-                    f"{key[0]!r} draws random numbers of several shapes in one call of the model, "
-                    "of which it cannot be told what ranks have"
-                )
-            draws[key] = whole
-    return draws
-
-
 @dataclass(frozen=True)
 class _Ran:
     """What a rank returned, what its modules did and keep, and where its generators are then.
@@ -286,10 +237,13 @@ def _on_ranks(
         # Arbitrary user code: whatever it raises means that it does not run on slices.
         except Exception as error:
             raised = f"{type(error).__name__}: {error}"
-            if isinstance(error, ShortSequenceError) or "context_parallel" in raised:
-                raise  # it says what to do
+            if isinstance(error, ShortSequenceError):
+                raise
             where = module_that_raised(error, local)
-            raise NotSlicedError(f"{where!r} does not run on slices", raised) from error
+            if "context_parallel" in raised:  # it says what to do
+                raise NotSlicedError(f"on slices it raises {raised}", where=where) from error
+            why = f"{where!r} does not run on slices"
+            raise NotSlicedError(why, raised, where) from error
         found.append(blocks.slices)
         state = state_of(local, written)
         discard(local)
@@ -309,7 +263,8 @@ def _compare(expected: Results, runs: Sequence[Results], culprit: str | None) ->
     for run in runs:
         pairs = zip(run.tensors, expected.tensors, strict=False)
         if run.floats != expected.floats or not all(_same(x, whole) for x, whole in pairs):
-            raise NotSlicedError(f"{where} returns something else where it is given slices")
+            why = f"{where} returns something else where it is given slices"
+            raise NotSlicedError(why, where=culprit or "")
     for name, whole in expected.grads.items():
         found = [run.grads[name] for run in runs]
         given = [x for x in found if x is not None]

@@ -17,11 +17,13 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order
 
-from .behind import WatchBehind
+from .attention.heads import ARGUMENTS
+from .attention.intercept import AttentionMode
+from .attention.interface import interface_of
+from .attention.products import ProductMode
+from .behind import WatchBehind, is_token_wise
 from .blocks import name_of
 from .draws import DrawKey, WholeDraw
-from .intercept import AttentionMode
-from .interface import interface_of
 from .leaving import Place, around_one_stack, shapes_of
 
 
@@ -35,6 +37,13 @@ class ForwardWatch:
             activations are slices. None for one module's numbers of several shapes.
         in_attention: Which draws these modules had attention make, by module.
         returned: Shapes of what blocks returned, and modules around them.
+        unequal: Of these modules, those with keys of another length than queries.
+        last: The name of the stack that ran last.
+        multiplying: By block, the innermost modules that multiplied activations with each other,
+            as attention that is written out does.
+        given: Shapes of what modules were given.
+        token_wise: Whether modules returned one tensor of the positions of the one they were
+            given.
         behind: What is called behind the last stack.
     """
 
@@ -44,6 +53,11 @@ class ForwardWatch:
         self.draws: dict[str, dict[DrawKey, WholeDraw | None]] = {}
         self.in_attention: dict[str, set[tuple[str, int]]] = {}
         self.returned: dict[Place, tuple[int, ...]] = {}
+        self.unequal: set[str] = set()
+        self.last: str | None = None
+        self.multiplying: dict[str, set[str]] = {}
+        self.given: dict[Place, tuple[int, ...]] = {}
+        self.token_wise: dict[str, bool] = {}
         self.behind = WatchBehind()
         self._block: str | None = None
         self._stack: str | None = None
@@ -62,24 +76,30 @@ class ForwardWatch:
                 self._follow(model.get_submodule(fqn), fqn, stack)
         for fqn, module in model.named_modules():
             self._follow_within(module, fqn)
-        with torch.no_grad(), interface_of(self), AttentionMode(self), _Noting(self):
+        products = ProductMode({id(x) for x in model.parameters()}, self._note_product)
+        with torch.no_grad(), interface_of(self), AttentionMode(self), products, _Noting(self):
             model(*args, **kwargs)
 
     def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Any:
         """Note ``F.scaled_dot_product_attention``, which computes what it does."""
-        with self._attending():
+        given = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
+        with self._attending(given["query"], given["key"]):
             return F.scaled_dot_product_attention(*args, **kwargs)
 
     def of_interface(
         self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
     ) -> Any:
         """Note a function of transformers' attention interface, likewise."""
-        with self._attending():
+        with self._attending(args[1], args[2]):
             return function(*args, **kwargs)
 
     def wants(self) -> bool:
         """Whether to be told of attention that is called now."""
         return True
+
+    def _note_product(self) -> None:
+        if self._block is not None and self._attends is None:
+            self.multiplying.setdefault(self._block, set()).add(self._within[-1][0])
 
     def note_draw(self, func: Any, args: tuple[Any, ...]) -> None:
         """Note what an operator is about to draw."""
@@ -97,12 +117,14 @@ class ForwardWatch:
         noted[key] = whole if noted.get(key, whole) == whole else None
 
     @contextlib.contextmanager
-    def _attending(self) -> Iterator[None]:
+    def _attending(self, query: Tensor, key: Tensor) -> Iterator[None]:
         held = self._attends
         if self._block is not None and held is None:
             self._attends = self._within[-1][0]
             self.attending.add(self._block)
             self.modules.add(self._attends)
+            if query.shape[-2] != key.shape[-2]:
+                self.unequal.add(self._attends)
         try:
             yield
         finally:
@@ -118,7 +140,7 @@ class ForwardWatch:
             self._block = None
             self._note_returned(fqn, _, args, output)
             if fqn == stack[-1]:
-                self._stack = None
+                self._stack, self.last = None, name_of(stack)
                 self.behind.end_stack(name_of(stack), fqn, output)
 
         block.register_forward_pre_hook(begin)
@@ -128,16 +150,19 @@ class ForwardWatch:
         self.returned.update(shapes_of(fqn, pytree.tree_leaves(output)))
 
     def _follow_within(self, module: nn.Module, fqn: str) -> None:
-        def begin(_: nn.Module, args: Any) -> None:
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._within.append((fqn, []))
+            self.given.update(shapes_of(fqn, pytree.tree_leaves((args, kwargs))))
             if self._stack is None:
                 self.behind.begin(fqn)
 
         def end(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             self._within.pop()
+            is_alike = is_token_wise(args, kwargs, output)
+            self.token_wise[fqn] = is_alike and self.token_wise.get(fqn, True)
             self.behind.end(fqn, module, args, kwargs, output)
 
-        module.register_forward_pre_hook(begin)
+        module.register_forward_pre_hook(begin, with_kwargs=True)
         module.register_forward_hook(end, with_kwargs=True)
 
 

@@ -74,7 +74,7 @@ Now = Callable[[], tuple[Mapping[Place, Combination], SequenceSlices]]
 
 def _summed(x: Tensor, ranks: ContextRanks) -> Tensor:
     if x.is_floating_point():
-        return SumOverSlices.apply(x, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+        return SumOverSlices.apply(x, ranks, False)  # pyright: ignore[reportReturnType]: torch's own stub
     return ranks.all_gather(x[None], 0, [1] * ranks.size).sum(0, dtype=x.dtype)
 
 

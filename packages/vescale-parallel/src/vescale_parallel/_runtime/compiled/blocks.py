@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vescale_parallel._cross_replica.context.intercept import (
+from vescale_parallel._cross_replica.context.attention.intercept import (
     AttentionMode,
     refuse_compiled_attention,
 )

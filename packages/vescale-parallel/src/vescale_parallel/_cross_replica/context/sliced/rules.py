@@ -18,8 +18,8 @@ from vescale_parallel._loss.token_mean import TokenMean
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import lifted
 from vescale_parallel._torch_private import pytree, unseen_functions
 
-from . import views
-from .tensor import WHOLE, Along, SlicedTensor, gathered, summed
+from . import parts, products, shapes
+from .tensor import WHOLE, SlicedTensor, gathered, summed
 
 Args = Sequence[Any]
 Named = Mapping[str, Any]
@@ -33,12 +33,13 @@ def _names(text: str) -> tuple[str, ...]:
 
 _POINTWISE = _names(
     """
-    abs add addcmul bfloat16 bitwise_and ceil clamp clamp_max clamp_min clip clone
-    contiguous cos detach div divide double eq erf exp expm1 float floor ge gelu greater gt
-    half isfinite isinf isnan le leaky_relu less log log1p logical_and logical_not
-    logical_or logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg
-    negative pow reciprocal relu relu6 round rsqrt sigmoid sign silu sin softplus sqrt
-    square sub subtract tanh to true_divide type_as where zeros_like ones_like __abs__
+    abs add addcmul bfloat16 bitwise_and ceil celu clamp clamp_max clamp_min clip clone
+    contiguous cos detach div divide double elu eq erf exp expm1 float floor ge gelu greater gt
+    half hardsigmoid hardswish hardtanh isfinite isinf isnan le leaky_relu less log log1p
+    logical_and logical_not logical_or logsigmoid lt masked_fill maximum minimum mish mul
+    multiply nan_to_num ne neg negative pow reciprocal relu relu6 round rsqrt selu sigmoid
+    sign silu sin softplus sqrt square sub subtract tanh to true_divide type where
+    zeros_like ones_like __abs__
     __add__ __and__ __eq__ __ge__ __gt__ __invert__ __le__ __lt__ __mul__ __ne__ __neg__
     __or__ __pow__ __radd__ __rmul__ __rpow__ __rsub__ __rtruediv__ __sub__ __truediv__
     """
@@ -61,7 +62,7 @@ _WRITES = {
 _TOKEN_LOSSES = (F.cross_entropy, F.nll_loss)
 _OVER_FEATURES = _names(
     """
-    amax amin argmax argmin log_softmax logsumexp softmax std var
+    amax amin argmax argmin cumsum flip log_softmax logsumexp softmax sort std var
     """
 )
 _METADATA = {
@@ -83,9 +84,12 @@ def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
         return found
     rule = _RULES.get(func) if args or func in _TOKEN_LOSSES else None
     rule = None if "out" in kwargs else rule
-    if rule is not None and (found := rule(func, args, kwargs)) is not _UNKNOWN:
+    if rule is not None and (found := rule(func, args, kwargs)) is not None:
         return found
-    _refuse_writes(getattr(func, "__name__", ""), args, kwargs)
+    name = getattr(func, "__name__", str(func))
+    _refuse_writes(name, args, kwargs)
+    given = _sliced(pytree.tree_leaves((args, kwargs)))
+    given[0].along.call.gathered_by.append(name)
     args, kwargs = gathered((args, dict(kwargs)))
     return func(*args, **kwargs)
 
@@ -128,55 +132,72 @@ def _pointwise(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     leaves, spec = pytree.tree_flatten(given)
     found = _sliced(leaves)
     if not found:
-        return _UNKNOWN
+        return None
     along = found[0].along
     place = found[0].local.ndim - along.dim  # from behind, as tensors are broadcast
     mesh = next((x.local.device_mesh for x in found if isinstance(x.local, DTensor)), None)
     for at, x in enumerate(leaves):
         if isinstance(x, SlicedTensor):
             if x.local.ndim - x.along.dim != place or not x.along.is_like(along):
-                return _UNKNOWN
+                return None
             leaves[at] = x.local
         elif isinstance(x, Tensor):
             if x.ndim >= place and x.shape[-place] != 1:
                 if x.shape[-place] != along.length:
-                    return _UNKNOWN
+                    return None
                 x = along.part(x, x.ndim - place)
             leaves[at] = x if mesh is None else lifted(x, mesh)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     made = func(*args, **kwargs)
+    if not isinstance(made, Tensor):
+        return made
     return SlicedTensor.of(made, along.at(made.ndim - place))
+
+
+def _typed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Convert to the dtype of another tensor, whatever its shape."""
+    x, other = args
+    other = other.local if isinstance(other, SlicedTensor) else other
+    if not isinstance(x, SlicedTensor):
+        return func(x, other)
+    return SlicedTensor.of(func(x.local, other), x.along)
 
 
 def _in_place(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     target = args[0]
     if not isinstance(target, SlicedTensor):
-        return _UNKNOWN
+        return None
     made = _pointwise(func, args, kwargs)
-    return made if made is _UNKNOWN else target
+    return made if made is None else target
 
 
 def _over_features(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     """Reduce, or normalize, over dims that are not along the sequence."""
     x, dims = _reduced(func, args, kwargs)
     if x is None or not dims or x.along.dim in dims:
-        return _UNKNOWN
+        return None
     made = func(x.local, *args[1:], **kwargs)
-    if not isinstance(made, Tensor):
-        return _UNKNOWN
-    gone = sum(dim < x.along.dim for dim in dims) if made.ndim < x.local.ndim else 0
-    return SlicedTensor.of(made, x.along.at(x.along.dim - gone))
+    first = made if isinstance(made, Tensor) else made[0]
+    gone = sum(dim < x.along.dim for dim in dims) if first.ndim < x.local.ndim else 0
+    along = x.along.at(x.along.dim - gone)
+    return pytree.tree_map_only(Tensor, lambda each: SlicedTensor.of(each, along), made)
+
+
+def _largest(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Take the larger of two tensors, or the largest along a dim."""
+    other = args[1] if len(args) > 1 else kwargs.get("other")
+    return (_pointwise if isinstance(other, Tensor) else _over_features)(func, args, kwargs)
 
 
 def _total(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     """Sum, or average, over positions too, which is summed over ranks."""
     x, dims = _reduced(func, args, kwargs)
     if x is None:
-        return _UNKNOWN
+        return None
     if dims and x.along.dim not in dims:
         return _over_features(func, args, kwargs)
     if len(args) > 1 + bool(dims) or {*kwargs} - {"dim", "dtype", "keepdim"}:
-        return _UNKNOWN
+        return None
     local = x.local if kwargs.get("dtype") is None else x.local.to(kwargs["dtype"])
     keeps = bool(kwargs.get("keepdim", False))
     mine = local.sum(dims, keepdim=keeps) if dims else local.sum()
@@ -216,27 +237,50 @@ def _linear(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     """Multiply features with a matrix that has no positions."""
     x, others = args[0], (*args[1:], *kwargs.values())
     if not isinstance(x, SlicedTensor) or _sliced(others) or x.along.dim == x.local.ndim - 1:
-        return _UNKNOWN
+        return None
     weight = args[1] if len(args) > 1 else kwargs.get("weight", kwargs.get("other"))
     if not isinstance(weight, Tensor) or weight.ndim != 2 or isinstance(x.local, DTensor):
-        return _UNKNOWN
+        return None
     return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
+
+
+def _product(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    x, y = args[0], args[1] if len(args) > 1 else kwargs.get("other", kwargs.get("mat2"))
+    return products.multiplied(func, x, y) if isinstance(y, Tensor) else None
+
+
+def _added_product(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "batch1", "batch2"), args, strict=False)) | {**kwargs}
+    return products.added_product(func, given.pop("input"), given)
+
+
+def _einsum(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    equation, *factors = args
+    if len(factors) == 1 and isinstance(factors[0], list | tuple):
+        factors = [*factors[0]]
+    if not isinstance(equation, str):
+        return None
+    return products.summed_as(func, equation, factors)
 
 
 def _norm(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     x, others = args[0], (*args[1:], *kwargs.values())
     shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape")
     if not isinstance(x, SlicedTensor) or _sliced(others) or isinstance(x.local, DTensor):
-        return _UNKNOWN
+        return None
     if not isinstance(shape, tuple | list) or x.along.dim >= x.local.ndim - len(shape):
-        return _UNKNOWN
+        return None
     return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
 
 
 def _dropout(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     given = dict(zip(("input", "p", "training"), args, strict=False)) | {**kwargs}
-    is_idle = given.get("p", 0.5) == 0 or not given.get("training", True)
-    return given["input"] if is_idle else _UNKNOWN  # what is drawn, is drawn of the whole
+    x: SlicedTensor = given.pop("input")
+    if given.get("p", 0.5) == 0 or not given.get("training", True):
+        return x
+    if not x.along.in_blocks:
+        return None  # what is drawn, is drawn of the whole
+    return SlicedTensor.of(func(x.local, **given), x.along)
 
 
 def _picked(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
@@ -244,21 +288,11 @@ def _picked(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     given = dict(zip(("input", "dim", "index"), args, strict=False)) | {**kwargs}
     x, dim, index = given.get("input"), given.get("dim"), given.get("index")
     if {*given} != {"input", "dim", "index"} or not isinstance(x, SlicedTensor):
-        return _UNKNOWN
-    if not isinstance(dim, int) or dim % x.local.ndim == x.along.dim:
-        return _UNKNOWN
-    mine = _like(index, x.along, x.along.dim)
-    return _UNKNOWN if mine is None else SlicedTensor.of(x.local.gather(dim, mine), x.along)
-
-
-def _like(given: Any, along: Along, dim: int) -> Tensor | None:
-    """Return this rank's part of a tensor with the sequence in ``dim``; None if it has it not."""
-    if isinstance(given, SlicedTensor):
-        is_like = given.along.is_like(along) and given.along.dim == dim
-        return given.local if is_like else None
-    if not isinstance(given, Tensor) or given.ndim <= dim or given.shape[dim] != along.length:
         return None
-    return along.part(given, dim)
+    if not isinstance(dim, int) or dim % x.local.ndim == x.along.dim:
+        return None
+    mine = parts.like(index, x.along, x.along.dim)
+    return None if mine is None else SlicedTensor.of(x.local.gather(dim, mine), x.along)
 
 
 def _token_loss(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
@@ -266,16 +300,16 @@ def _token_loss(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     given = dict(zip(("input", "target"), args, strict=False)) | {**kwargs}
     x, target = given.pop("input", None), given.pop("target", None)
     if not isinstance(x, SlicedTensor) or len(args) > 2 or TokenMean.is_old(kwargs):
-        return _UNKNOWN
+        return None
     along, has_classes = x.along, x.local.ndim > 1
     class_dim = 1 if has_classes else 0
     if not has_classes or along.dim == class_dim or not isinstance(target, Tensor):
-        return _UNKNOWN
+        return None
     is_soft = target.is_floating_point()
     dim = along.dim if is_soft or along.dim == 0 else along.dim - 1
-    mine, how = _like(target, along, dim), given.pop("reduction", "mean")
+    mine, how = parts.like(target, along, dim), given.pop("reduction", "mean")
     if mine is None:
-        return _UNKNOWN
+        return None
     if how == "none":
         return SlicedTensor.of(func(x.local, mine, **given, reduction=how), along.at(dim))
     total = summed(func(x.local, mine, **given, reduction="sum"), along)
@@ -289,51 +323,6 @@ def _token_loss(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     return total / counted.to(total.dtype)
 
 
-def _index(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
-    x, index = args
-    if not isinstance(x, SlicedTensor):
-        return _UNKNOWN
-    return _made(views.indexed(x, index))
-
-
-def _made(found: Any) -> Any:
-    return _UNKNOWN if found is None else found
-
-
-def _view(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
-    x, sizes = args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
-    sizes = kwargs.get("shape", sizes)
-    if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
-        return _UNKNOWN
-    name = "view" if func is Tensor.view else "reshape"
-    return _made(views.reshaped(x, [*sizes], lambda local, shape: getattr(local, name)(shape)))
-
-
-def _flatten(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
-    given = dict(zip(("input", "start_dim", "end_dim"), args, strict=False)) | {**kwargs}
-    x: SlicedTensor = given["input"]
-    shape = x.along.whole_shape(x.local.shape)
-    first, last = (given.get(n, d) % len(shape) for n, d in (("start_dim", 0), ("end_dim", -1)))
-    flat = [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]]
-    return _made(views.reshaped(x, flat, Tensor.reshape))
-
-
-def _transpose(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
-    if kwargs or not isinstance(args[0], SlicedTensor):
-        return _UNKNOWN
-    order = views.order_of(func.__name__, args[0].local.ndim, args[1:])
-    return _UNKNOWN if order is None else views.transposed(args[0], order)
-
-
-def _squeeze(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
-    dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    if not isinstance(dim, int):
-        return _UNKNOWN
-    if func in (torch.unsqueeze, Tensor.unsqueeze):
-        return views.unsqueezed(args[0], dim)
-    return _made(views.squeezed(args[0], dim))
-
-
 def _functions(names: Iterable[str]) -> list[Any]:
     """Return the functions of these names of all of torch's places."""
     places: tuple[Any, ...] = (torch, Tensor, F)
@@ -343,17 +332,18 @@ def _functions(names: Iterable[str]) -> list[Any]:
 _BY_NAME: tuple[tuple[Rule, Sequence[str]], ...] = (
     (_pointwise, _POINTWISE),
     (_in_place, _IN_PLACE),
+    (_typed, ("type_as",)),
     (_over_features, _OVER_FEATURES),
+    (_largest, ("max", "min")),
     (_total, ("sum", "mean")),
-    (_linear, ("linear", "matmul", "__matmul__")),
+    (_linear, ("linear",)),
+    (_product, ("matmul", "__matmul__", "bmm")),
+    (_added_product, ("baddbmm",)),
+    (_einsum, ("einsum",)),
     (_norm, ("layer_norm", "rms_norm")),
     (_dropout, ("dropout",)),
     (_picked, ("gather",)),
     (_token_loss, ("cross_entropy", "nll_loss")),
-    (_index, ("__getitem__",)),
-    (_view, ("view", "reshape")),
-    (_flatten, ("flatten",)),
-    (_transpose, ("transpose", "swapaxes", "swapdims", "permute")),
-    (_squeeze, ("squeeze", "unsqueeze")),
+    *shapes.RULES,
 )
 _RULES: dict[Any, Rule] = {func: rule for rule, names in _BY_NAME for func in _functions(names)}

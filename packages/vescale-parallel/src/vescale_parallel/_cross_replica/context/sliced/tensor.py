@@ -16,19 +16,18 @@ itself (:class:`torch.autograd.Function`) would lose its gradient; it meets an e
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from vescale_dtensor import DTensor, ordered_sum
-from vescale_parallel._cross_replica.context.conversions import gather_slices
+from vescale_dtensor import DTensor
+from vescale_parallel._cross_replica.context.conversions import gather_slices, sum_of_ranks
 from vescale_parallel._cross_replica.context.slices import ContextRanks, SequenceSlices
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import Returned
 from vescale_parallel._torch_private import make_wrapper, pytree, unseen_functions
 
-_LOW = (torch.float16, torch.bfloat16)
 WHOLE = "use context_parallel.outputs 'whole', with which the head and the loss run on all of it"
 
 
@@ -40,11 +39,13 @@ class Call:
         limit: Elements of the activation that left the last block.
         note: Is told of a tensor with more elements that had to be gathered.
         is_over: Whether it has returned.
+        gathered_by: Names of functions that got whole tensors.
     """
 
     limit: int
     note: Callable[[], None]
     is_over: bool = False
+    gathered_by: list[str] = field(default_factory=list[str])
 
     def refuse_behind_it(self) -> None:
         """Refuse what ranks would have to do together, and one alone may ask for."""
@@ -67,6 +68,8 @@ class Along:
         ranks: Those that share it.
         call: Of the model, in which it came about.
         compute: Calls functions that are given such a tensor.
+        in_blocks: Whether it is in a block, where what is whole has another part of its gradient
+            on each rank, and ranks draw their parts.
     """
 
     dim: int
@@ -75,6 +78,7 @@ class Along:
     ranks: ContextRanks
     call: Call
     compute: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
+    in_blocks: bool = False
 
     @property
     def own(self) -> int:
@@ -143,6 +147,11 @@ class SlicedTensor(Tensor):
         args, kwargs = gathered((args, kwargs or {}))
         return func(*args, **kwargs)
 
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether its last dim is one of features."""
+        return self.along.dim < self.local.ndim - 1
+
     def to_local(self) -> Tensor:
         """Return this rank's slice."""
         return self.local.to_local() if isinstance(self.local, DTensor) else self.local
@@ -168,6 +177,11 @@ class _TakenApart(torch.autograd.Function):
         )
 
 
+def is_sliced(x: Any) -> bool:
+    """Whether something is a sliced tensor."""
+    return isinstance(x, SlicedTensor)
+
+
 def gathered(tree: Any) -> Any:
     """Return a structure with whole tensors in the place of sliced ones.
 
@@ -191,10 +205,10 @@ def whole(x: SlicedTensor) -> Tensor:
 
 def _whole(local: Tensor, along: Along) -> Tensor:
     if along.count == 1:
-        return gather_slices(local, along.dim, along.slices, along.ranks)
+        return gather_slices(local, along.dim, along.slices, along.ranks, sums=along.in_blocks)
     own = along.slices.sizes[along.ranks.rank]
     unfolded = local.unflatten(along.dim, (along.count, own))
-    found = gather_slices(unfolded, along.dim + 1, along.slices, along.ranks)
+    found = gather_slices(unfolded, along.dim + 1, along.slices, along.ranks, sums=along.in_blocks)
     return found.flatten(along.dim, along.dim + 1)
 
 
@@ -202,19 +216,22 @@ def summed(x: Tensor, along: Along) -> Tensor:
     """Return the sum over ranks, in their order, of what each has. Every rank must call this."""
     along.call.refuse_behind_it()
     plain: Any = Returned.apply(x) if isinstance(x, DTensor) else x
-    return SumOverSlices.apply(plain, along.ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+    return SumOverSlices.apply(plain, along.ranks, along.in_blocks)  # pyright: ignore[reportReturnType]: torch's own stub
 
 
 class SumOverSlices(torch.autograd.Function):
     """The sum over ranks; see [Note: whole and sliced] for its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: ContextRanks) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.size = ranks.size
-        sums = x.dtype if x.dtype not in _LOW else torch.float32
-        rows = ranks.all_gather(x.detach().to(sums)[None], 0, [1] * ranks.size)
-        return ordered_sum(rows, accumulate=sums).to(x.dtype)
+    def forward(ctx: Any, x: Tensor, ranks: ContextRanks, in_blocks: bool = False) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.given = ranks, in_blocks
+        return _sum_over(x, ranks)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad * ctx.size, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ranks, in_blocks = ctx.given
+        return _sum_over(grad, ranks) if in_blocks else grad * ranks.size, None, None
+
+
+def _sum_over(x: Tensor, ranks: ContextRanks) -> Tensor:
+    return sum_of_ranks(ranks.all_gather(x.detach()[None], 0, [1] * ranks.size))

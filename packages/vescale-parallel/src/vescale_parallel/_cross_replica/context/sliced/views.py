@@ -17,29 +17,49 @@ _NUM_DIMS = 2  # that a transposition is of
 
 
 def indexed(x: SlicedTensor, index: Any) -> Made:
-    """Return ``x[index]`` of slices, with step 1 along the sequence."""
-    along, local = x.along, x.local
-    given: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    if any(each is not Ellipsis and not isinstance(each, slice) for each in given):
+    """Return ``x[index]`` of slices, integers and None, with step 1 along the sequence."""
+    given = _spelled(x.local.ndim, index)
+    if given is None:
         return None
-    if Ellipsis in given:
-        at = given.index(Ellipsis)
-        missing = local.ndim - (len(given) - 1)
-        given[at : at + 1] = [slice(None)] * missing
-    given += [slice(None)] * (local.ndim - len(given))
-    wanted = given[along.dim]
-    first, end, step = wanted.indices(along.length)
-    given[along.dim] = slice(None)
+    at = _place_of(given, x.along.dim)
+    if not isinstance(given[at], slice):
+        return None  # one position, which one rank has
+    along, rank = x.along, x.along.ranks.rank
+    first, end, step = given[at].indices(along.length)
     is_all = (first, end) == (0, along.length)
     if step != 1 or (along.count > 1 and not is_all):
         return None
-    local = local[tuple(given)]
+    given[at] = slice(None)
+    dim = sum(not isinstance(each, int) for each in given[:at])
+    local, along = x.local[tuple(given)], along.at(dim)
     if is_all:
         return SlicedTensor.of(local, along)
-    end, rank = max(end, first), along.ranks.rank
-    local = along.slices.narrow(local, along.dim, rank, first, end)
+    end = max(end, first)
+    local = along.slices.narrow(local, dim, rank, first, end)
     left = along.slices.narrowed(first, end)
     return SlicedTensor.of(local, replace(along, slices=left)) if left.length else None
+
+
+def _spelled(ndim: int, index: Any) -> list[Any] | None:
+    """Return an index with a slice for every dim that it says nothing of."""
+    given: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if not all(each is None or each is Ellipsis or _is_basic(each) for each in given):
+        return None
+    missing = ndim - sum(map(_is_basic, given))
+    if Ellipsis not in given:
+        given.append(Ellipsis)
+    at = given.index(Ellipsis)
+    given[at : at + 1] = [slice(None)] * missing
+    return given
+
+
+def _is_basic(each: Any) -> bool:
+    return isinstance(each, slice) or (isinstance(each, int) and not isinstance(each, bool))
+
+
+def _place_of(given: Sequence[Any], dim: int) -> int:
+    """Return where in an index a dim is, of which None is not one."""
+    return [at for at, each in enumerate(given) if each is not None][dim]
 
 
 def reshaped(

@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_parallel._cross_replica.context.draws import DrawsSlices, MasksOfAttention
+from vescale_parallel._cross_replica.context.slices import ContextRanks, SequenceSlices
 from vescale_parallel._trace.extents import Extent
 
-from .attention import ARGUMENTS, check_slices
-from .draws import DrawsSlices, MasksOfAttention
+from .heads import ARGUMENTS, check_slices
 from .intercept import refuse_checkpoint_within
 from .ring import Scoring, ring_attention
-from .slices import ContextRanks, SequenceSlices
 
 _INTERFACE = ("eager", "sdpa")
 _USE_HEADS = "use context_parallel.method 'all_to_all'"

@@ -12,11 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vescale_parallel._cross_replica.context.conversions import to_heads, to_slices
+from vescale_parallel._cross_replica.context.slices import (
+    ContextRanks,
+    Range,
+    SequenceSlices,
+    slice_sizes,
+)
 from vescale_parallel._trace.extents import Extent
 
-from .conversions import to_heads, to_slices
 from .intercept import refuse_checkpoint_within
-from .slices import ContextRanks, Range, SequenceSlices, slice_sizes
 
 _NUM_DIMS = 3  # heads, positions, features
 _GROUPS = "num_key_value_groups"  # of transformers' attention modules

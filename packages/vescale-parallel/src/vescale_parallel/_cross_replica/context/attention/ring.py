@@ -28,10 +28,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from vescale_parallel._cross_replica.context.draws import MasksOfAttention
+from vescale_parallel._cross_replica.context.slices import ContextRanks, Range, SequenceSlices
 from vescale_parallel._trace.extents import Extent
-
-from .draws import MasksOfAttention
-from .slices import ContextRanks, Range, SequenceSlices
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from vescale_parallel._cross_replica.context.sliced.tensor import is_sliced
 from vescale_parallel._torch_private import left_out
 
 from .interface import Attends, interface_of
+from .multi_head import arguments, is_usual, multi_head_attention
 
 LEFT_OUT = "attention is to what other ranks have of the sequence, too"
 _CHECKPOINT = "torch.utils.checkpoint"
@@ -30,7 +32,16 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and self._attention.wants():
             return self._attention.scaled_dot_product(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward and any(map(is_sliced, args)):
+            return self._of_many_heads(args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+    def _of_many_heads(self, args: Any, kwargs: Any) -> Any:
+        given = arguments(args, kwargs)
+        if not is_usual(given):
+            return F.multi_head_attention_forward(*args, **kwargs)
+        with AttentionMode(self._attention):
+            return multi_head_attention(given)
 
 
 class _OfThread(threading.local):

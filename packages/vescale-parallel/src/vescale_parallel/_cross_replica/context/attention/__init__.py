@@ -1,0 +1,1 @@
+"""Attention of slices of a sequence, and what has modules compute it."""

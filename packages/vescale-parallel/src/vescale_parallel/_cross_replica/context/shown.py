@@ -1,0 +1,183 @@
+"""Modules in blocks that compute on sliced tensors, which have the shapes of whole sequences.
+
+[Note: attention that is written out] A module that multiplies queries with keys by itself, or
+makes masks and biases of the length of what it is given, gets sliced tensors: its code sees whole
+sequences, and what it computes is that of this rank's positions. Queries stay slices, and keys and
+values are gathered where they are multiplied (:mod:`.sliced.products`), so that scores are 1/n of
+one device's. Modules with parameters within it, which take one tensor and return one of its
+positions, get the slice, and so do what is hooked to them.
+
+What such a module returns has to be a slice again: what mixes positions in a way that gathers all
+of them, as convolutions and recurrences, would run whole on every rank, and is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vescale_parallel._torch_private import left_out, pytree
+
+from .leaving import Place, Shapes, part_of_whole
+from .sliced.rules import computed
+from .sliced.tensor import Along, Call, SlicedTensor
+from .slices import ContextRanks, SequenceSlices
+
+_LEFT_OUT = "attention that is written out is to what other ranks have of the sequence, too"
+_NO_LIMIT = 2**62
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Which modules compute on sliced tensors, in calls of one form.
+
+    Attributes:
+        modules: The innermost ones.
+        token_wise: Modules with parameters within them, which compute on slices.
+        given: Shapes of what these modules are given on one device, where the model is compared.
+        dims: Which dim of it is along the sequence, see :class:`.leaving.Leaving`.
+    """
+
+    modules: frozenset[str] = frozenset()
+    token_wise: frozenset[str] = frozenset()
+    given: Shapes = field(default_factory=dict[Place, "tuple[int, ...]"])
+    dims: dict[Place, tuple[int, bool] | None] = field(
+        default_factory=dict[Place, "tuple[int, bool] | None"]
+    )
+
+
+class ShownModules:
+    """Has modules of blocks compute on sliced tensors, on one rank.
+
+    Args:
+        ranks: Those that share sequences.
+        now: Returns which modules do so in the call that runs, and the slices of its sequence.
+    """
+
+    def __init__(
+        self, ranks: ContextRanks, now: Callable[[], tuple[Shown, SequenceSlices]]
+    ) -> None:
+        self._ranks, self._now = ranks, now
+        self._wrapped = set[str]()
+        self._hooked = set[str]()
+
+    def show(self, model: nn.Module, shown: Shown, *, besides: Set[str]) -> None:
+        """Have the next calls compute so, in place; ``besides`` are blocks, which do already."""
+        for fqn in sorted(shown.modules - self._wrapped - besides):
+            module = model.get_submodule(fqn)
+            module.forward = left_out(self._of_module(module.forward, fqn), _LEFT_OUT)
+            self._wrapped.add(fqn)
+        for fqn in sorted(shown.token_wise - self._hooked):
+            module, given = model.get_submodule(fqn), list[tuple[Along, torch.Size] | None]()
+            before = functools.partial(self._before, fqn, given)
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            module.register_forward_hook(functools.partial(self._after, fqn, given))
+            self._hooked.add(fqn)
+
+    def _of_module(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.call(fqn, forward, args, kwargs)
+
+        return run
+
+    def call(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a module makes of this rank's slices: of sliced tensors, if it is shown."""
+        shown, slices = self._now()
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if fqn not in shown.modules or any(isinstance(x, SlicedTensor) for x in leaves):
+            return forward(*args, **kwargs)
+        call = Call(_NO_LIMIT, lambda: None)
+        along = Along(1, 1, slices, self._ranks, call, computed, in_blocks=True)
+        leaves = [self._sliced(shown, fqn, at, x, along) for at, x in enumerate(leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        output = forward(*args, **kwargs)
+        call.is_over = True
+        is_sliced = any(isinstance(x, SlicedTensor) for x in leaves)
+        return _of_slices(fqn, output, call) if is_sliced else output
+
+    def _sliced(self, shown: Shown, fqn: str, at: int, x: Any, along: Along) -> Any:
+        place = (fqn, at, x.dim()) if isinstance(x, Tensor) else None
+        if place is None or place not in shown.given:
+            return x
+        if place not in shown.dims:
+            whole = shown.given[place]
+            shown.dims[place] = part_of_whole(whole, x, along.slices, along.ranks.rank, fqn)
+        if (found := shown.dims[place]) is None:
+            return x
+        dim, is_folded = found
+        count, rest = divmod(x.shape[dim], along.slices.sizes[along.ranks.rank])
+        if rest or (count > 1 and not is_folded):
+            raise ValueError(
+                f"context_parallel: expected {fqn!r} to be called with this rank's part of "
+                f"{along.slices.length} positions in dim {dim}, as it was when the model was "
+                f"compared with one device, got shape {tuple(x.shape)}"
+            )
+        return SlicedTensor.of(x, along.at(dim, count))
+
+    def _before(self, fqn: str, given: list[Any], _: nn.Module, args: Any, kwargs: Any) -> Any:
+        found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SlicedTensor)]
+        shown, _slices = self._now()
+        if len(found) != 1 or fqn not in shown.token_wise or not found[0].is_row_wise:
+            given.append(None)
+            return None
+        given.append((found[0].along, found[0].local.shape))
+        return pytree.tree_map_only(SlicedTensor, lambda x: x.local, (args, kwargs))
+
+    def _after(self, fqn: str, given: list[Any], _: nn.Module, args: Any, output: Any) -> Any:
+        if (found := given.pop()) is None:
+            return None
+        along, shape = found
+        if not isinstance(output, Tensor) or output.shape[:-1] != shape[:-1]:
+            raise ValueError(
+                f"context_parallel: expected {fqn!r} to return one tensor of the positions that "
+                f"it is given, {tuple(shape[:-1])}, as when the model was compared with one "
+                f"device, got {getattr(output, 'shape', type(output).__name__)}"
+            )
+        return SlicedTensor.of(output, along)
+
+
+def _of_slices(fqn: str, output: Any, call: Call) -> Any:
+    """Return what a module computed, as plain tensors of this rank's slice.
+
+    Raises:
+        ValueError: If its activation is no slice.
+    """
+    leaves, spec = pytree.tree_flatten(output)
+    first = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
+    is_slice = isinstance(first, SlicedTensor) and (first.along.dim, first.along.count) == (1, 1)
+    if first is not None and not is_slice:
+        by = ", ".join(map(repr, dict.fromkeys(call.gathered_by))) or "what it returns"
+        raise ValueError(
+            f"context_parallel: {fqn!r} would compute on whole sequences on every rank: of {by} "
+            "no rank can compute its slice"
+        )
+    leaves = [x.local if isinstance(x, SlicedTensor) else x for x in leaves]
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def shown_modules(
+    fqns: Set[str], token_wise: Mapping[str, bool], given: Shapes, model: nn.Module
+) -> Shown:
+    """Return what is shown of a model: of modules within each other, both.
+
+    Args:
+        fqns: The modules that compute on sliced tensors.
+        token_wise: Of modules in blocks, whether they take and return one tensor alike.
+        given: Shapes of what these were given.
+        model: Is only looked at.
+    """
+    inside = tuple(f"{fqn}." for fqn in fqns)
+    slices = frozenset(
+        fqn
+        for fqn, is_alike in token_wise.items()
+        if is_alike and fqn.startswith(inside) and fqn not in fqns
+        if any(True for _ in model.get_submodule(fqn).parameters())
+    )
+    shapes = {place: shape for place, shape in given.items() if place[0] in fqns}
+    return Shown(frozenset(fqns), slices, shapes)

@@ -1,0 +1,141 @@
+"""Sliced tensors in other shapes: views, parts, and what is put together; see :mod:`.rules`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import parts, views
+from .tensor import SlicedTensor
+
+Args = Sequence[Any]
+Named = Mapping[str, Any]
+
+
+def _index(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    x, index = args
+    if not isinstance(x, SlicedTensor):
+        return None
+    return views.indexed(x, index)
+
+
+def _view(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    x, sizes = args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+    sizes = kwargs.get("shape", sizes)
+    if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
+        return None
+    name = "view" if func is Tensor.view else "reshape"
+    return views.reshaped(x, [*sizes], lambda local, shape: getattr(local, name)(shape))
+
+
+def _flatten(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "start_dim", "end_dim"), args, strict=False)) | {**kwargs}
+    x: SlicedTensor = given["input"]
+    shape = x.along.whole_shape(x.local.shape)
+    first, last = (given.get(n, d) % len(shape) for n, d in (("start_dim", 0), ("end_dim", -1)))
+    flat = [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]]
+    return views.reshaped(x, flat, Tensor.reshape)
+
+
+def _transpose(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    if kwargs or not isinstance(args[0], SlicedTensor):
+        return None
+    order = views.order_of(func.__name__, args[0].local.ndim, args[1:])
+    return None if order is None else views.transposed(args[0], order)
+
+
+def _squeeze(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if not isinstance(dim, int):
+        return None
+    if func in (torch.unsqueeze, Tensor.unsqueeze):
+        return views.unsqueezed(args[0], dim)
+    return views.squeezed(args[0], dim)
+
+
+def _joined(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if not isinstance(args[0], list | tuple) or not isinstance(dim, int):
+        return None
+    return parts.joined(func, args[0], dim)
+
+
+def _taken_apart(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """``split`` and ``chunk`` have a size, or a number, before the dim."""
+    x, *others = args
+    named, place = {**kwargs}, 0 if "unbind" in func.__name__ else 1
+    dim = named.pop("dim", 0) if len(others) <= place else others.pop(place)
+    return parts.taken_apart(func, x, dim, others, named)
+
+
+def _sizes(args: Args) -> list[Any] | None:
+    """Return the integers that a method was given one by one, or as one tuple."""
+    found = [*args[1]] if len(args) == 2 and not isinstance(args[1], int) else [*args[1:]]
+    return found if found and all(isinstance(each, int) for each in found) else None
+
+
+def _expanded(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    sizes = _sizes(args)
+    return None if sizes is None or kwargs else parts.expanded(args[0], sizes)
+
+
+def _repeated(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    counts = _sizes(args)
+    return None if counts is None or kwargs else parts.repeated(args[0], counts)
+
+
+def _interleaved(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "repeats", "dim"), args, strict=False)) | {**kwargs}
+    x, repeats, dim = given.get("input"), given.get("repeats"), given.get("dim")
+    if not isinstance(x, SlicedTensor) or not isinstance(repeats, int) or dim is None:
+        return None
+    if dim % x.local.ndim == x.along.dim:
+        return None
+    return SlicedTensor.of(x.local.repeat_interleave(repeats, dim), x.along)
+
+
+def _of_numbers(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Take pairs of the last dim for complex numbers, and the opposite."""
+    x: SlicedTensor = args[0]
+    if func is torch.view_as_complex and x.along.dim == x.local.ndim - 1:
+        return None
+    return SlicedTensor.of(func(x.local), x.along)
+
+
+def _embedding(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    x, others = args[0], (*args[1:], *kwargs.values())
+    if not isinstance(x, SlicedTensor) or _is_sliced(others):
+        return None
+    return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
+
+
+def _new(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Make a tensor of given sizes, of the kind of another one, whose values are not read."""
+    if not isinstance(args[0], SlicedTensor) or _is_sliced((*args[1:], *kwargs.values())):
+        return None
+    return func(args[0].local, *args[1:], **kwargs)
+
+
+def _is_sliced(values: Iterable[Any]) -> bool:
+    return any(isinstance(x, SlicedTensor) for x in values)
+
+
+RULES = (
+    (_index, ("__getitem__",)),
+    (_view, ("view", "reshape")),
+    (_flatten, ("flatten",)),
+    (_transpose, ("transpose", "swapaxes", "swapdims", "permute")),
+    (_squeeze, ("squeeze", "unsqueeze")),
+    (_joined, ("cat", "concat", "concatenate", "stack")),
+    (_taken_apart, ("split", "chunk", "unbind")),
+    (_expanded, ("expand",)),
+    (_repeated, ("repeat",)),
+    (_interleaved, ("repeat_interleave",)),
+    (_of_numbers, ("view_as_complex", "view_as_real")),
+    (_embedding, ("embedding",)),
+    (_new, ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor")),
+)

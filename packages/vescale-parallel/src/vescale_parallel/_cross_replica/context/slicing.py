@@ -1,0 +1,78 @@
+"""What calls of one form slice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from .behind import Behind
+from .draws import DrawKey, DrawnDim, WholeDraw
+from .leaving import Leaving
+from .shown import Shown
+from .slices import sequence_dim
+from .written import Combination, Place
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """What calls of one form slice.
+
+    Attributes:
+        stacks: Those whose blocks compute on slices; others run as they are.
+        attending: Modules in them that call attention, the innermost ones.
+        draws: What one device drew between the beginning and the end of a stack.
+        in_attention: Which draw a module has attention make.
+        dims: Of the tensors that blocks are given, by block, place among its arguments and number
+            of dims: the one along the sequence, None of what stays whole.
+        drawn: Of what ranks draw, likewise.
+        leaving: What blocks return, or is collected in them, beside their activations.
+        behind: What runs on slices behind the last stack.
+        written: How what modules in them write becomes that of whole sequences.
+        last: Name of the stack that ran last, behind which no blocks read what it returns.
+        unequal: Of the modules that attend, those with keys of another length than queries.
+        across: Whether a module attends to another sequence than its own.
+        shown: Which modules in them compute on sliced tensors, as attention that is written out.
+    """
+
+    stacks: frozenset[str] = frozenset()
+    attending: frozenset[str] = frozenset()
+    draws: Mapping[DrawKey, WholeDraw] = field(default_factory=dict[DrawKey, WholeDraw])
+    in_attention: Mapping[str, tuple[str, int]] = field(default_factory=dict[str, tuple[str, int]])
+    dims: dict[tuple[str, int, int], int | None] = field(
+        default_factory=dict[tuple[str, int, int], "int | None"]
+    )
+    drawn: dict[DrawKey, DrawnDim] = field(default_factory=dict[DrawKey, DrawnDim])
+    leaving: Leaving = field(default_factory=Leaving)
+    behind: Behind = field(default_factory=Behind)
+    written: Mapping[Place, Combination] = field(default_factory=dict[Place, Combination])
+    last: str | None = None
+    unequal: frozenset[str] = frozenset()
+    across: dict[str, bool] = field(default_factory=dict[str, bool])
+    shown: Shown = field(default_factory=Shown)
+
+    @cached_property
+    def drawing(self) -> frozenset[str]:
+        """Modules that draw."""
+        return frozenset(fqn for fqn, *_ in self.draws)
+
+    def dim(self, fqn: str, place: int, x: Any, length: int, is_whole: bool = False) -> int | None:
+        """Return the dim that a block slices of what it is given; none of what ``is_whole``.
+
+        Raises:
+            ValueError: If that dim is not as long as the sequence, as it was.
+        """
+        if not isinstance(x, Tensor):
+            return None
+        guess = None if is_whole else sequence_dim(x, length)
+        found = self.dims.setdefault((fqn, place, x.dim()), guess)
+        if found is not None and x.shape[found] != length:
+            raise ValueError(
+                f"context_parallel: expected {fqn!r} to be called with a tensor of {length} "
+                f"positions in dim {found}, as it was when the model was compared with one "
+                f"device, got shape {tuple(x.shape)}"
+            )
+        return found
