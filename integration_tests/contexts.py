@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import vescale
 from vescale_dtensor import GatherWarning
 
+from . import written_attention
 from .experts import Trained, adamw
 from .families import InDouble
 from .listed_experts import HIDDEN, OldMixtral
@@ -31,6 +32,10 @@ _GPT2 = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 64,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+_TOKENS = {
+    "vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": {**_SIZES, "sliding_window": 4},
@@ -41,6 +46,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt2": _GPT2,
     "bloom": {**_GPT2, "hidden_size": 32},
+    "gptj": {**_GPT2, "rotary_dim": 4},
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": VOCABULARY},
+    "deberta-v2": {
+        **_SIZES, **_BERT, "relative_attention": True, "pos_att_type": ["c2p", "p2c"],
+        "position_buckets": 4,
+    },
+    "t5": {
+        **_TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4,
+        "dropout_rate": 0.0, "relative_attention_num_buckets": 8,
+    },
+    "bart": {
+        **_TOKENS, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "dropout": 0.0,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40,
+        "decoder_ffn_dim": 40, "max_position_embeddings": 64, "forced_eos_token_id": None,
+    },
     "mamba": {**_SIZES, "state_size": 4},
     "bert": {**_SIZES, **_BERT},
     "roberta": {**_SIZES, **_BERT},
@@ -54,7 +74,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 0,
     },
 }  # fmt: skip
-_HEADS = {"bert": "AutoModelForMaskedLM", "roberta": "AutoModelForSequenceClassification"}
+_HEADS = {
+    "bert": "AutoModelForMaskedLM",
+    "deberta-v2": "AutoModelForMaskedLM",
+    "roberta": "AutoModelForSequenceClassification",
+    "t5": "AutoModelForSeq2SeqLM",
+    "bart": "AutoModelForSeq2SeqLM",
+}
 
 
 class Block(nn.Module):
@@ -136,6 +162,7 @@ class ExpertsByHand(nn.Module):
 
 
 _BY_HAND: dict[str, Callable[[], nn.Module]] = {
+    **written_attention.BY_HAND,
     "by_hand": ByHand,
     "experts_by_hand": ExpertsByHand,
 }
@@ -176,6 +203,8 @@ def batch_of(step: int, length: int, kind: str, rows: int = ROWS) -> dict[str, A
         cut = length // 2 - 1
         places = torch.cat([torch.arange(cut), torch.arange(length - cut)])
         batch |= {"position_ids": places.expand(rows, length), "use_cache": False}
+    if kind == "translation":  # of other lengths than what is translated
+        batch["labels"] = labels[:, : length - 3].contiguous()
     if kind == "classes":
         batch["labels"] = ids[:, 0] % 2
     return batch

@@ -43,7 +43,7 @@ from .slicing import Slicing
 from .watch import module_that_raised, noted_outputs
 from .written import Combination, Place
 
-_MOST_TRIES = 8  # each shows the modules of one kind, of which blocks have few
+_MOST_TRIES = 8  # each shows modules of one kind, of which blocks have few
 _log = package_logger("vescale.parallel")
 
 Notes = dict[str, Tensor]
@@ -89,7 +89,10 @@ def proven_slicing(
                 more = shown_too(error.where, slicing, watch, base) if num_tries else None
                 if more is None:
                     raise
-            return proven(more, num_tries - 1)
+                try:
+                    return proven(more, num_tries - 1)
+                except NotSlicedError:
+                    raise error from None  # of the code as it is, not of what was tried for it
 
         found = proven(slicing, _MOST_TRIES)
         discard(base)

@@ -19,7 +19,7 @@ from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import lifted
 from vescale_parallel._torch_private import pytree, unseen_functions
 
 from . import parts, products, shapes
-from .tensor import WHOLE, SlicedTensor, gathered, summed
+from .tensor import WHOLE, Along, SlicedTensor, gathered, summed
 
 Args = Sequence[Any]
 Named = Mapping[str, Any]
@@ -137,21 +137,33 @@ def _pointwise(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     place = found[0].local.ndim - along.dim  # from behind, as tensors are broadcast
     mesh = next((x.local.device_mesh for x in found if isinstance(x.local, DTensor)), None)
     for at, x in enumerate(leaves):
-        if isinstance(x, SlicedTensor):
-            if x.local.ndim - x.along.dim != place or not x.along.is_like(along):
+        if isinstance(x, Tensor):
+            mine = _part(x, along, place)
+            if mine is None:
                 return None
-            leaves[at] = x.local
-        elif isinstance(x, Tensor):
-            if x.ndim >= place and x.shape[-place] != 1:
-                if x.shape[-place] != along.length:
-                    return None
-                x = along.part(x, x.ndim - place)
-            leaves[at] = x if mesh is None else lifted(x, mesh)
+            is_plain = not isinstance(x, SlicedTensor) and mesh is not None
+            leaves[at] = lifted(mine, mesh) if is_plain else mine
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     made = func(*args, **kwargs)
     if not isinstance(made, Tensor):
         return made
     return SlicedTensor.of(made, along.at(made.ndim - place))
+
+
+def _part(x: Tensor, along: Along, place: int) -> Tensor | None:
+    """Return this rank's part of a factor or summand, with the sequence in a dim from behind.
+
+    In blocks, of one with the sequence elsewhere too, as scores of keys with queries are turned.
+    """
+    if isinstance(x, SlicedTensor):
+        if x.local.ndim - x.along.dim == place and x.along.is_like(along):
+            return x.local
+        if not along.in_blocks or isinstance(x.local, DTensor):
+            return None
+        x = gathered(x)
+    if x.ndim < place or x.shape[-place] == 1:
+        return x
+    return along.part(x, x.ndim - place) if x.shape[-place] == along.length else None
 
 
 def _typed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:

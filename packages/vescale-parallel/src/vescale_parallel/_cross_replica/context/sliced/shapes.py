@@ -41,6 +41,40 @@ def _flatten(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     return views.reshaped(x, flat, Tensor.reshape)
 
 
+def _unflatten(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "dim", "sizes"), args, strict=False)) | {**kwargs}
+    x, sizes = given.get("input"), given.get("sizes")
+    if not isinstance(x, SlicedTensor) or not isinstance(sizes, Sequence):
+        return None
+    shape = x.along.whole_shape(x.local.shape)
+    dim = given["dim"] % len(shape)
+    rest = math.prod(size for size in sizes if size != -1)
+    split = [shape[dim] // rest if size == -1 else size for size in sizes]
+    if not rest or math.prod(split) != shape[dim]:
+        return None
+    return views.reshaped(x, [*shape[:dim], *split, *shape[dim + 1 :]], Tensor.reshape)
+
+
+def _rolled(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "shifts", "dims"), args, strict=False)) | {**kwargs}
+    x, dims = given["input"], given.get("dims")
+    dims = [dims] if isinstance(dims, int) else [*(dims or ())]
+    if not dims or x.along.dim in [dim % x.local.ndim for dim in dims]:
+        return None
+    return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
+
+
+def _triangle(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    """Keep a triangle of (.., rows, columns) with the positions in rows."""
+    x, others = args[0], args[1:]
+    if x.along.dim != x.local.ndim - 2 or x.along.count > 1:
+        return None
+    rows, columns = x.along.whole_shape(x.local.shape)[-2:]
+    ones = torch.ones(rows, columns, dtype=torch.bool, device=x.local.device)
+    kept = x.along.part(func(ones, *others, **kwargs), 0)
+    return SlicedTensor.of(x.local.masked_fill(~kept, 0), x.along)
+
+
 def _transpose(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     if kwargs or not isinstance(args[0], SlicedTensor):
         return None
@@ -128,6 +162,9 @@ RULES = (
     (_index, ("__getitem__",)),
     (_view, ("view", "reshape")),
     (_flatten, ("flatten",)),
+    (_unflatten, ("unflatten",)),
+    (_rolled, ("roll",)),
+    (_triangle, ("tril", "triu")),
     (_transpose, ("transpose", "swapaxes", "swapdims", "permute")),
     (_squeeze, ("squeeze", "unsqueeze")),
     (_joined, ("cat", "concat", "concatenate", "stack")),

@@ -1,0 +1,97 @@
+"""Ranks that share sequences of models that write attention out, or have a second sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import vescale
+from vescale_testing import World
+
+from .contexts import batch_of, build
+from .experts import adamw
+from .families import InDouble
+from .plans import CP, DP, PP, TP, ZERO, Constraints, make_plan
+from .test_context_parallel import check
+from .written_attention import BY_HAND
+
+METHOD = "context_parallel.method"
+EAGER = ("bloom", "gptj", "mpt", "deberta-v2")  # have no other attention
+
+
+def check_any(world: World, plan: Constraints, family: str, kind: str = "") -> None:
+    """Compare 13 positions, which no number of ranks divides; an encoder's besides a decoder's."""
+    kind = "translation" if family in ("t5", "bart", "translator") else kind
+    attention = "eager" if family in EAGER else "sdpa"
+    check(world, plan, family, length=13, kind=kind, attention=attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*BY_HAND])
+def test_models_by_hand_train_as_on_one_device(world2: World, family: str) -> None:
+    check_any(world2, {CP: 2}, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EAGER)
+def test_families_that_write_attention_out(world2: World, family: str) -> None:
+    check_any(world2, {CP: 2}, family, "padded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "bart", "translator"])
+def test_decoders_read_what_encoders_return(world4: World, family: str) -> None:
+    check_any(world4, {CP: 4}, family)
+    check(world4, {CP: 4}, family, length=13)  # both sequences are of one length by chance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("with_buffer", {DP: 2, ZERO: 3}),
+        ("bloom", {DP: 2, ZERO: 2}),
+        ("gptj", {TP: 2}),
+        ("with_buffer", {TP: 2}),
+        ("t5", {DP: 2, ZERO: 3}),
+        ("bart", {TP: 2}),
+        ("dropping", {PP: 2}),
+        ("encoder", {DP: 2, "recompute": "full"}),
+    ],
+)
+def test_besides_other_axes(world4: World, family: str, more: Constraints) -> None:
+    check_any(world4, {CP: 2, **more}, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["with_buffer", "dropping", "bloom", "bart"])
+def test_slices_of_a_ring(world2: World, family: str) -> None:
+    check_any(world2, {CP: 2, METHOD: "ring"}, family)
+
+
+def on_rank_evaluated(family: str, plan: Constraints) -> list[Tensor]:
+    model: Any = build(family).eval()
+    if plan:
+        model, _ = vescale.parallelize(make_plan(plan), model, adamw)
+    found = list[Tensor]()
+    with InDouble():
+        for length in (13, 3, 8):
+            ids = batch_of(0, length, "")["input_ids"]
+            with torch.no_grad():
+                found.append(model(input_ids=ids))
+            with torch.inference_mode():
+                found.append(model(input_ids=ids).clone())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["with_buffer", "of_torch", "encoder"])
+def test_evaluation_is_that_of_one_device(world2: World, family: str) -> None:
+    """Without torch's fused kernels of an encoder, which see a slice alone."""
+    expected = on_rank_evaluated(family, {})
+    for found in world2.run(on_rank_evaluated, family, {CP: 2}):
+        for x, whole in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
