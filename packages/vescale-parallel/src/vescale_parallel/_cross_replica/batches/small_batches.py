@@ -33,13 +33,25 @@ from vescale_parallel._torch_private import pytree
 
 def within(model: nn.Module) -> Any:
     """Return what brings token ids into a smaller vocabulary."""
-    limit = largest_table(model)
+    limit = _vocabulary(model) or largest_table(model)
 
     def inside(x: Tensor) -> Tensor:
         is_index = not x.is_floating_point() and x.dtype != torch.bool and limit > 0
         return torch.where(x >= limit, x % limit, x) if is_index else x
 
     return inside
+
+
+def _vocabulary(model: nn.Module) -> int:
+    """Return how many rows the embedding of tokens has, by transformers' name for it; else 0.
+
+    Others may have more: of positions in an image, or of entities.
+    """
+    try:
+        found = getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:
+        return 0
+    return found.num_embeddings if isinstance(found, nn.Embedding) else 0
 
 
 def largest_table(model: nn.Module) -> int:

@@ -7,8 +7,8 @@ values are gathered where they are multiplied (:mod:`.sliced.products`), so that
 one device's. Modules with parameters within it, which take one tensor and return one of its
 positions, get the slice, and so do what is hooked to them.
 
-What such a module returns has to be a slice again: what mixes positions in a way that gathers all
-of them, as convolutions and recurrences, would run whole on every rank, and is refused.
+What such a module returns has to be a slice again: one that mixes positions in a way that gathers
+all of them, as by convolutions and recurrences, would run whole on every rank, and is refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_dtensor import package_logger
 from vescale_parallel._torch_private import left_out, pytree
 
 from .leaving import Place, Shapes, part_of_whole
@@ -28,6 +29,7 @@ from .sliced.rules import computed
 from .sliced.tensor import Along, Call, SlicedTensor
 from .slices import ContextRanks, SequenceSlices
 
+_log = package_logger("vescale.parallel")
 _LEFT_OUT = "attention that is written out is to what other ranks have of the sequence, too"
 _NO_LIMIT = 2**62
 
@@ -63,7 +65,7 @@ class ShownModules:
         self, ranks: ContextRanks, now: Callable[[], tuple[Shown, SequenceSlices]]
     ) -> None:
         self._ranks, self._now = ranks, now
-        self._wrapped = set[str]()
+        self._wrapped, self._told = set[str](), set[str]()
         self._hooked = set[str]()
 
     def show(self, model: nn.Module, shown: Shown, *, besides: Set[str]) -> None:
@@ -98,6 +100,9 @@ class ShownModules:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         output = forward(*args, **kwargs)
         call.is_over = True
+        if call.gathered_by and fqn not in self._told and self._ranks.rank == 0:
+            self._told.add(fqn)
+            _log.info("%s computes %s of whole sequences on every rank", fqn, _names(call))
         is_sliced = any(isinstance(x, SlicedTensor) for x in leaves)
         return _of_slices(fqn, output, call) if is_sliced else output
 
@@ -152,13 +157,17 @@ def _of_slices(fqn: str, output: Any, call: Call) -> Any:
     first = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
     is_slice = isinstance(first, SlicedTensor) and (first.along.dim, first.along.count) == (1, 1)
     if first is not None and not is_slice:
-        by = ", ".join(map(repr, dict.fromkeys(call.gathered_by))) or "what it returns"
+        by = _names(call) or "what it returns"
         raise ValueError(
             f"context_parallel: {fqn!r} would compute on whole sequences on every rank: of {by} "
             "no rank can compute its slice"
         )
     leaves = [x.local if isinstance(x, SlicedTensor) else x for x in leaves]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _names(call: Call) -> str:
+    return ", ".join(map(repr, dict.fromkeys(call.gathered_by)))
 
 
 def shown_modules(

@@ -7,13 +7,12 @@ own queries, by the model's own function; nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from vescale_parallel._cross_replica.context.slices import SequenceSlices
-from vescale_parallel._trace.extents import Extent
 
 from .heads import ARGUMENTS
 from .interface import Attends
@@ -21,7 +20,7 @@ from .interface import Attends
 _ROWS = -2  # the dim of masks and biases (.., queries, keys) that is of queries
 
 
-class OfSlices(Attends):
+class OfSlices(Attends, Protocol):
     """Attention of slices to their own sequence.
 
     Attributes:
@@ -29,9 +28,6 @@ class OfSlices(Attends):
     """
 
     slices: SequenceSlices
-
-    def extent(self) -> Extent:
-        """Return what this rank has now: of the sequence, or of the heads that attend."""
 
 
 class AttendsAcross:

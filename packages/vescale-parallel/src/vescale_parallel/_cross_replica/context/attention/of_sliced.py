@@ -14,7 +14,6 @@ from vescale_parallel._cross_replica.context.sliced.tensor import (
     gathered,
     is_sliced,
 )
-from vescale_parallel._torch_private import pytree
 
 from .cross import AttendsAcross
 from .heads import ARGUMENTS
@@ -78,10 +77,17 @@ def _along(query: Tensor, key: Tensor, value: Tensor) -> Along | None:
 
 
 def _slices(given: Any, along: Along) -> Any:
-    """Return queries, keys and values of this rank: slices of its sequence, others whole."""
-    return pytree.tree_map_only(SlicedTensor, lambda x: _slice(x, along), [*given])
+    """Return queries, keys and values of this rank: slices of its sequence, others whole.
+
+    Keys that were gathered are cut again, if values are slices of the sequence that they are of.
+    """
+    query, *others = given
+    is_own = any(map(is_sliced, others))
+    return [query.local, *(_slice(x, along) if is_own else x for x in others)]
 
 
-def _slice(x: SlicedTensor, along: Along) -> Tensor:
-    is_alike = x.along.is_like(along) and x.along.dim == x.ndim + _POSITIONS
-    return x.local if is_alike else gathered(x)
+def _slice(x: Tensor, along: Along) -> Tensor:
+    dim = x.ndim + _POSITIONS
+    if isinstance(x, SlicedTensor) and x.along.is_like(along) and x.along.dim == dim:
+        return x.local
+    return along.part(gathered(x), dim)

@@ -2,7 +2,9 @@
 
 A product has the positions of one of its factors, queries as a rule. What it is summed over, or
 has in another dim, is whole: keys and values of all positions are gathered, and scores are those
-of a rank's queries (as context parallelism of Llama 3 has it, arXiv:2407.21783, 3.3.2).
+of a rank's queries (as context parallelism of Llama 3 has it, arXiv:2407.21783, 3.3.2). A product
+that is summed over positions of slices, as linear attention has it of keys with values, is summed
+over ranks.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from torch import Tensor
 
 from vescale_dtensor import DTensor
 
-from .tensor import Along, SlicedTensor, gathered
+from .tensor import Along, SlicedTensor, gathered, summed
 
-Made = SlicedTensor | None  # None of what has no positions of its own
+Made = Tensor | None  # None of what is to be computed of whole tensors
 _MATRIX = 2  # dims
 
 
 def multiplied(func: Callable[..., Any], x: Tensor, y: Tensor) -> Made:
-    """Return ``x @ y`` (.., N, K) (.., K, M) with the positions in N, M or before."""
+    """Return ``x @ y`` (.., N, K) (.., K, M) with the positions in N, M or before, or in K."""
     ndim = max(x.ndim, y.ndim)
-    found = _kept(x, y)
-    if found is None or min(x.ndim, y.ndim) < _MATRIX or _is_distributed(x, y):
+    if min(x.ndim, y.ndim) < _MATRIX or _is_distributed(x, y):
         return None
+    if (found := _kept(x, y)) is None:
+        return _over_positions(func, x, y)
     along, place = found
     rows, columns = (_part(each, along, place) for each in (x, y))
     if place == _MATRIX:
@@ -72,6 +75,16 @@ def _kept(x: Tensor, y: Tensor) -> tuple[Along, int] | None:
     return None
 
 
+def _over_positions(func: Callable[..., Any], x: Tensor, y: Tensor) -> Made:
+    """Return a product that is summed over the positions of which both have slices."""
+    if not isinstance(x, SlicedTensor) or not isinstance(y, SlicedTensor):
+        return None
+    places = x.ndim - x.along.dim, y.ndim - y.along.dim
+    if places != (1, _MATRIX) or not x.along.is_like(y.along) or not x.along.in_blocks:
+        return None
+    return summed(func(x.local, y.local), x.along)
+
+
 def _part(x: Tensor, along: Along, place: int) -> Tensor | None:
     """Return this rank's part of a factor that has the positions, or one for all, in a dim."""
     dim = x.ndim - place
@@ -98,7 +111,7 @@ def summed_as(func: Callable[..., Any], equation: str, factors: Sequence[Tensor]
             along, label = x.along, labels[x.along.dim]
             break
     else:
-        return None
+        return _summed_positions(func, equation, factors, of_factors)
     parts = list[Tensor]()
     for x, labels in zip(factors, of_factors, strict=True):
         if label not in labels:
@@ -109,6 +122,27 @@ def summed_as(func: Callable[..., Any], equation: str, factors: Sequence[Tensor]
             return None
         parts.append(mine)
     return SlicedTensor.of(func(equation, *parts), along.at(of_result.index(label)))
+
+
+def _summed_positions(
+    func: Callable[..., Any],
+    equation: str,
+    factors: Sequence[Tensor],
+    of_factors: Sequence[Sequence[str]],
+) -> Made:
+    """Return a sum over the positions of which all factors that have them have slices."""
+    pairs = [*zip(factors, of_factors, strict=True)]
+    found = [(x.along, labels[x.along.dim]) for x, labels in pairs if isinstance(x, SlicedTensor)]
+    along, label = found[0]
+    if len({each for _, each in found}) > 1 or not along.in_blocks:
+        return None
+    parts = [
+        _part(x, along, x.ndim - labels.index(label)) if label in labels else x
+        for x, labels in pairs
+    ]
+    if any(part is None for part in parts):
+        return None
+    return summed(func(equation, *parts), along)
 
 
 def _labels(equation: str, factors: Sequence[Tensor]) -> list[list[str]] | None:

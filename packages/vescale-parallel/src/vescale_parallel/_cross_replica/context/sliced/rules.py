@@ -18,7 +18,7 @@ from vescale_parallel._loss.token_mean import TokenMean
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import lifted
 from vescale_parallel._torch_private import pytree, unseen_functions
 
-from . import parts, products, shapes
+from . import parts, products, shapes, views
 from .tensor import WHOLE, Along, SlicedTensor, gathered, summed
 
 Args = Sequence[Any]
@@ -71,7 +71,7 @@ _METADATA = {
     Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.numel, Tensor.stride,
 }  # fmt: skip
 _OF_SLICE = {"requires_grad", "grad_fn", "is_leaf"}
-_VALUES = {"T", "H", "mT", "mH", "data", "real", "imag"}
+_VALUES = {"T", "H", "mH", "data", "real", "imag"}
 
 
 def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
@@ -114,6 +114,8 @@ def _metadata(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
         if getattr(func, "__name__", "") != "__get__":
             return _UNKNOWN
         name = getattr(getattr(func, "__self__", None), "__name__", "")
+        if name == "mT":
+            return views.swapped(args[0], -1, -2)
         if name in _VALUES:
             return _UNKNOWN
         if name in _OF_SLICE:
@@ -141,8 +143,8 @@ def _pointwise(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
             mine = _part(x, along, place)
             if mine is None:
                 return None
-            is_plain = not isinstance(x, SlicedTensor) and mesh is not None
-            leaves[at] = lifted(mine, mesh) if is_plain else mine
+            is_lifted = mesh is None or isinstance(x, SlicedTensor)
+            leaves[at] = mine if is_lifted else lifted(mine, mesh)
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     made = func(*args, **kwargs)
     if not isinstance(made, Tensor):

@@ -64,6 +64,15 @@ def _rolled(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
 
 
+def _top(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "k", "dim"), args, strict=False)) | {**kwargs}
+    x: SlicedTensor = given["input"]
+    if given.get("dim", -1) % x.local.ndim == x.along.dim:
+        return None
+    made = func(x.local, *args[1:], **kwargs)
+    return type(made)([SlicedTensor.of(each, x.along) for each in made])
+
+
 def _triangle(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     """Keep a triangle of (.., rows, columns) with the positions in rows."""
     x, others = args[0], args[1:]
@@ -164,6 +173,7 @@ RULES = (
     (_flatten, ("flatten",)),
     (_unflatten, ("unflatten",)),
     (_rolled, ("roll",)),
+    (_top, ("topk",)),
     (_triangle, ("tril", "triu")),
     (_transpose, ("transpose", "swapaxes", "swapdims", "permute")),
     (_squeeze, ("squeeze", "unsqueeze")),

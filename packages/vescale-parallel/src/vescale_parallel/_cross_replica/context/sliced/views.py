@@ -102,6 +102,13 @@ def transposed(x: SlicedTensor, order: Sequence[int]) -> SlicedTensor:
     return SlicedTensor.of(x.local.permute(*order), x.along.at([*order].index(x.along.dim)))
 
 
+def swapped(x: SlicedTensor, dim: int, other: int) -> SlicedTensor:
+    """Return a tensor with two dims in each other's place."""
+    order = [*range(x.local.ndim)]
+    order[dim], order[other] = order[other], order[dim]
+    return transposed(x, order)
+
+
 def order_of(name: str, ndim: int, args: Sequence[Any]) -> list[int] | None:
     """Return in which order a call has dims: of transpose and its kind, or permute."""
     flat = [
