@@ -11,11 +11,14 @@ from torch import Tensor
 import vescale
 from vescale_testing import World
 
-from .contexts import batch_of, build
+from .contexts import Block, ByHand, batch_of, build
 from .experts import adamw
 from .families import InDouble
 from .plans import CP, DP, PP, TP, ZERO, Constraints, make_plan
+from .test_bad_input import check as refused
+from .test_compile_context import check as check_compiled
 from .test_context_parallel import check
+from .training import whole
 from .written_attention import BY_HAND
 
 METHOD = "context_parallel.method"
@@ -93,5 +96,46 @@ def test_evaluation_is_that_of_one_device(world2: World, family: str) -> None:
     """Without torch's fused kernels of an encoder, which see a slice alone."""
     expected = on_rank_evaluated(family, {})
     for found in world2.run(on_rank_evaluated, family, {CP: 2}):
-        for x, whole in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, whole, rtol=0, atol=1e-12 * float(whole.abs().max()))
+        for x, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["with_buffer", "of_torch", "t5"])
+def test_blocks_are_compiled_around_attention(world2: World, family: str) -> None:
+    check_compiled(world2, family, {CP: 2}, (13, 9, 12))
+
+
+class Averaging(Block):
+    """A block that adds running means of all positions before."""
+
+    def forward(self, x_BSF: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        length = x_BSF.shape[1]
+        before = torch.ones(length, length, dtype=x_BSF.dtype).tril()
+        means = (before / before.sum(-1, keepdim=True)) @ x_BSF
+        return super().forward(x_BSF, cos_SD, sin_SD) + means
+
+
+def on_rank_in_the_block(plan: Constraints) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = ByHand()
+    model.blocks = torch.nn.ModuleList(Averaging() for _ in range(2))
+    model = model.double()
+    model = vescale.parallelize(make_plan(plan), model) if plan else model
+    loss = model(**batch_of(0, 13, ""))
+    loss.backward()
+    return [loss.detach(), *(whole(p.grad) for p in model.parameters())]
+
+
+@pytest.mark.slow
+def test_blocks_themselves_multiply_positions(world2: World) -> None:
+    expected = on_rank_in_the_block({})
+    for found in world2.run(on_rank_in_the_block, {CP: 2}):
+        for x, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+
+
+@pytest.mark.slow
+def test_blocks_that_multiply_positions_are_compiled_in_no_part(world2: World) -> None:
+    plan = {CP: 2, "compile": "blocks", "compile_backend": "aot_eager"}
+    refused(world2, ValueError, "which is compiled, multiplies", on_rank_in_the_block, plan)

@@ -85,6 +85,7 @@ IN_BLOCKS: dict[str, tuple[Function, int]] = {
         lambda x, w: torch.einsum("bsd,bde->bse", x, torch.einsum("bsd,bse->bde", x * w, x)), 1,
     ),
     "turned scores": (lambda x, w: x @ (x * w).mT + (x @ x.mT).mT, 3),
+    "mixed positions": (lambda x, w: BIAS @ (x * w), 1),
     "complex": (_complex, 0),
     "joined": (lambda x, w: torch.cat([x[..., 3:] * w[3:], -x[..., :3]], -1), 0),
     "stacked": (lambda x, w: torch.stack([x, x * w], 1), 0),
@@ -196,18 +197,6 @@ def test_blocks_that_need_the_length_are_shown_whole_sequences(
     ContextGuard(make(), size, ids(), draws_by)
 
 
-@pytest.mark.parametrize(
-    ("make", "function"),
-    [(lambda: model_with(Cumulative), "cumsum"), (lambda: Model(Convolved), "avg_pool1d")],
-)
-def test_functions_of_whole_sequences_are_told(
-    make: Callable[[], Model], function: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO", "vescale.parallel"):
-        ContextGuard(make(), 2, ids(), draws_by)
-    assert f"blocks.0 computes '{function}'" in caplog.text
-
-
 class Attention(nn.Module):
     """Attention that is a module, and returns a running sum."""
 
@@ -223,9 +212,20 @@ class Around(Block):
         return q + k * v
 
 
-def test_modules_that_would_run_whole_are_refused_with_the_function_that_does() -> None:
-    with pytest.raises(ValueError, match="on whole sequences on every rank: of 'cumsum'"):
-        ContextGuard(Model(Around), 2, ids(), draws_by)
+@pytest.mark.parametrize(
+    ("make", "function"),
+    [
+        (lambda: model_with(Cumulative), "cumsum"),
+        (lambda: Model(Convolved), "avg_pool1d"),
+        (lambda: Model(Around), "cumsum"),
+    ],
+)
+def test_functions_of_whole_sequences_are_told(
+    make: Callable[[], Model], function: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "vescale.parallel"):
+        ContextGuard(make(), 2, ids(), draws_by)
+    assert f"blocks.0 computes '{function}'" in caplog.text
 
 
 class Largest(TorchDispatchMode):

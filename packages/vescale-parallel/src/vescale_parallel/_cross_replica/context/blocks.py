@@ -72,6 +72,7 @@ class SlicedBlocks:
         self._writes = WholeWrites(ranks)
         self._shown = ShownModules(ranks, lambda: (self.slicing.shown, self.slices))
         self._method: Method = method
+        self._compiled = compiled
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
         across = AttendsAcross(self._attention, ranks.rank, self._is_across)
         self._interception = Interception(AttendsSliced(across), compiled=compiled)
@@ -124,11 +125,17 @@ class SlicedBlocks:
     def slice_as(self, slicing: Slicing) -> None:
         """Compute the next calls so; see [Note: attention that runs again]."""
         self.slicing = slicing
-        for fqn in sorted(slicing.attending - self._intercepted):
+        for fqn in sorted((slicing.attending | slicing.shown.modules) - self._intercepted):
             module = self._model.get_submodule(fqn)
             is_now = functools.partial(self._attends_by, fqn)
             module.forward = self._interception.of_module(module.forward, is_now, fqn)
             self._intercepted.add(fqn)
+        if self._compiled and (found := sorted(slicing.shown.modules & self._blocks)):
+            raise ValueError(
+                f"context_parallel: the code of {found[0]!r} itself, which is compiled, multiplies "
+                "positions with positions, or makes masks of the length that it sees; have a "
+                "module of its own do so, or leave compile out of the plan"
+            )
         self._shown.show(self._model, slicing.shown, besides=self._blocks)
         self._writes.watch(self._model, slicing.written, self._written_now)
         self.behind.slice_as(self._model, slicing.behind)
@@ -190,7 +197,7 @@ class SlicedBlocks:
         return (extents, noted.order) if extents else None
 
     def _attends_by(self, fqn: str) -> bool:
-        return fqn in self.slicing.attending
+        return fqn in self.slicing.attending or fqn in self.slicing.shown.modules
 
     def as_now(self, others: Callable[[], Around]) -> Callable[[], Around]:
         """Return what makes the context of blocks that run again in backward, with others'."""

@@ -90,7 +90,7 @@ class ContextGuard:
         """
         assert self._blocks is not None
         slicing = self._slicing(args, kwargs, training=self._model.training)
-        refuse_one_graph(self._model, slicing.attending, LEFT_OUT)
+        refuse_one_graph(self._model, slicing.attending | slicing.shown.modules, LEFT_OUT)
         self._blocks.slice_as(slicing)
         yield
 

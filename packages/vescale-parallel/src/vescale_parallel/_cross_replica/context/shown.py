@@ -7,8 +7,8 @@ values are gathered where they are multiplied (:mod:`.sliced.products`), so that
 one device's. Modules with parameters within it, which take one tensor and return one of its
 positions, get the slice, and so do what is hooked to them.
 
-What such a module returns has to be a slice again: one that mixes positions in a way that gathers
-all of them, as by convolutions and recurrences, would run whole on every rank, and is refused.
+What such a module returns has to be a slice again. If it gathers what it returns, as convolutions
+do, its block is tried, which may take its part again; the log says what every rank computes whole.
 """
 
 from __future__ import annotations

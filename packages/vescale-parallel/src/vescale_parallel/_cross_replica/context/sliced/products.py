@@ -76,9 +76,18 @@ def _kept(x: Tensor, y: Tensor) -> tuple[Along, int] | None:
 
 
 def _over_positions(func: Callable[..., Any], x: Tensor, y: Tensor) -> Made:
-    """Return a product that is summed over the positions of which both have slices."""
-    if not isinstance(x, SlicedTensor) or not isinstance(y, SlicedTensor):
+    """Return a product that is summed over the positions of which both have slices.
+
+    Or its rows, if ``x`` mixes positions (.., S, S): as many as this rank has.
+    """
+    if not isinstance(y, SlicedTensor):
         return None
+    if not isinstance(x, SlicedTensor):
+        along, is_square = y.along, x.shape[-_MATRIX] == x.shape[-1] == y.along.length
+        if not is_square or not along.in_blocks:
+            return None
+        rows = along.part(x, x.ndim - _MATRIX)
+        return SlicedTensor.of(func(rows, gathered(y)), along.at(max(x.ndim, y.ndim) - _MATRIX))
     places = x.ndim - x.along.dim, y.ndim - y.along.dim
     if places != (1, _MATRIX) or not x.along.is_like(y.along) or not x.along.in_blocks:
         return None

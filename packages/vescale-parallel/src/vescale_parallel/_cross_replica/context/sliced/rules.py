@@ -143,8 +143,9 @@ def _pointwise(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
             mine = _part(x, along, place)
             if mine is None:
                 return None
-            is_lifted = mesh is None or isinstance(x, SlicedTensor)
-            leaves[at] = mine if is_lifted else lifted(mine, mesh)
+            if mesh is not None and not isinstance(x, SlicedTensor):
+                mine = lifted(mine, mesh)
+            leaves[at] = mine
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     made = func(*args, **kwargs)
     if not isinstance(made, Tensor):
