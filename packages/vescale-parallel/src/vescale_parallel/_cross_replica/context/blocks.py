@@ -132,8 +132,8 @@ class SlicedBlocks:
             self._intercepted.add(fqn)
         if self._compiled and (found := sorted(slicing.shown.modules & self._blocks)):
             raise ValueError(
-                f"context_parallel: the code of {found[0]!r} itself, which is compiled, multiplies "
-                "positions with positions, or makes masks of the length that it sees; have a "
+                f"context_parallel: the code of {found[0]!r} itself, which is compiled, "
+                "multiplies positions with positions, or makes masks of the length that it sees; have a "
                 "module of its own do so, or leave compile out of the plan"
             )
         self._shown.show(self._model, slicing.shown, besides=self._blocks)
