@@ -106,6 +106,48 @@ def test_blocks_are_compiled_around_attention(world2: World, family: str) -> Non
     check_compiled(world2, family, {CP: 2}, (13, 9, 12))
 
 
+def on_rank_generated(family: str, plan: Constraints) -> list[Tensor]:
+    """Return what is generated: by decoders, of what an encoder returned once."""
+    model: Any = build(family, "eager" if family in EAGER else "sdpa").eval()
+    if plan:
+        model, _ = vescale.parallelize(make_plan(plan), model, adamw)
+    ids = batch_of(0, 9, "")["input_ids"]
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    with InDouble():
+        return [model.generate(ids, **options), model.generate(ids, num_beams=2, **options)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "bart", "bloom"])
+def test_ranks_generate_what_one_device_does(world2: World, family: str) -> None:
+    expected = on_rank_generated(family, {})
+    for found in world2.run(on_rank_generated, family, {CP: 2}):
+        for tokens, alone in zip(found, expected, strict=True):
+            assert torch.equal(tokens, alone)
+
+
+def on_rank_with_a_frozen_encoder(plan: Constraints) -> list[Tensor]:
+    """Return losses of sequences of one length, and of two; what is read needs no gradient."""
+    model: Any = build("translator")
+    for module in (model.embed, model.both.encoder):
+        module.requires_grad_(False)
+    if plan:
+        model = vescale.parallelize(make_plan(plan), model)
+    losses = list[Tensor]()
+    for step, kind in enumerate(("", "translation", "")):
+        losses.append(model(**batch_of(step, 13, kind)))
+        losses[-1].backward()
+    return [x.detach() for x in losses] + [whole(model.head.weight.grad)]
+
+
+@pytest.mark.slow
+def test_lengths_of_encoder_and_decoder_agree_by_chance(world2: World) -> None:
+    expected = on_rank_with_a_frozen_encoder({})
+    for found in world2.run(on_rank_with_a_frozen_encoder, {CP: 2}):
+        for x, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+
+
 class Averaging(Block):
     """A block that adds running means of all positions before."""
 
@@ -138,4 +180,4 @@ def test_blocks_themselves_multiply_positions(world2: World) -> None:
 @pytest.mark.slow
 def test_blocks_that_multiply_positions_are_compiled_in_no_part(world2: World) -> None:
     plan = {CP: 2, "compile": "blocks", "compile_backend": "aot_eager"}
-    refused(world2, ValueError, "which is compiled, multiplies", on_rank_in_the_block, plan)
+    refused(world2, ValueError, "which is compiled, makes masks", on_rank_in_the_block, plan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -111,7 +112,8 @@ def shown_too(
         and fqn.removeprefix(f"{stack}.").partition(".")[2] == within
     }
     shown = shown_modules(slicing.shown.modules | alike, watch.token_wise, watch.given, base)
-    return replace(slicing, shown=shown, dims={}, drawn={}, across={})
+    noted: dict[str, Any] = {"dims": {}, "drawn": {}, "across": {}}
+    return replace(slicing, shown=shown, leaving=Leaving(watch.returned), **noted)
 
 
 def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDraw]:

@@ -132,8 +132,8 @@ class SlicedBlocks:
             self._intercepted.add(fqn)
         if self._compiled and (found := sorted(slicing.shown.modules & self._blocks)):
             raise ValueError(
-                f"context_parallel: the code of {found[0]!r} itself, which is compiled, "
-                "multiplies positions with positions, or makes masks of the length that it sees; have a "
+                f"context_parallel: the code of {found[0]!r} itself, which is compiled, makes "
+                "masks of the length that it sees, or multiplies positions with positions; have a "
                 "module of its own do so, or leave compile out of the plan"
             )
         self._shown.show(self._model, slicing.shown, besides=self._blocks)
@@ -258,7 +258,7 @@ class SlicedBlocks:
                     f"rank's {own} of {length}; blocks of {stack!r} have to be called in order"
                 )
             for at, leaf in enumerate(leaves):
-                is_whole = isinstance(leaf, Tensor) and self._is_of_another_stack(leaf)
+                is_whole = self._is_of_another_stack(leaf)
                 dim = 1 if at == index else self.slicing.dim(fqn, at, leaf, length, is_whole)
                 if dim is not None and (is_first or at != index):
                     leaves[at] = keep_slice(leaf, dim, self.slices, self._ranks)
@@ -268,20 +268,18 @@ class SlicedBlocks:
 
         return run
 
-    def _is_of_another_stack(self, x: Tensor) -> bool:
+    def _is_of_another_stack(self, x: Any) -> bool:
         """Whether what a block is given, besides its activation, is what an encoder returned.
 
         Tables that are sliced are made of positions, and need no gradients.
         """
-        return self._num_opened > 1 and x.requires_grad
+        return self._num_opened > 1 and isinstance(x, Tensor) and x.requires_grad
 
     def _is_across(self, num_keys: int) -> bool:
         """Whether the module that attends now does so to what an encoder returned."""
-        if self._num_opened < 2:
-            return False
         found, fqn = self.slicing, self._interception.attending
-        own = self.slices.sizes[self._ranks.rank]
-        return found.across.setdefault(fqn, fqn in found.unequal or num_keys != own)
+        is_other = self._num_opened > 1 and num_keys != self.slices.sizes[self._ranks.rank]
+        return found.across.setdefault(fqn, fqn in found.unequal or is_other)
 
     def _has_parts(self, stack: str | None) -> bool:
         """Whether ranks have parts of the gradient of what leaves a stack, which others read."""

@@ -61,7 +61,7 @@ class ContextGuard:
         self._caches = getattr(getattr(model, "config", None), "use_cache", False)
         # Accumulation changes the classes of blocks, by which stacks are found.
         self._stacks = block_stacks(model)
-        self._known: dict[tuple[str, bool], Slicing] = {}
+        self._known: dict[tuple[str, tuple[int, ...], bool], Slicing] = {}
         self._blocks: SlicedBlocks | None = None
         if batch is not None:
             args, kwargs = bind(model, opened(batch))
@@ -97,9 +97,10 @@ class ContextGuard:
     def _slicing(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
     ) -> Slicing:
-        form = self._forms.form(args, kwargs), training
+        named = self._forms.named(args, kwargs)
+        form = self._forms.form(args, kwargs), _equal_lengths(named), training
         if form not in self._known:
-            named = pytree.tree_map_only(Tensor, plain, self._forms.named(args, kwargs))
+            named = pytree.tree_map_only(Tensor, plain, named)
             small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
             try:
                 self._known[form] = in_fresh_thread(
@@ -166,6 +167,17 @@ class ContextGuard:
                 "the model with use_cache=False for documents, or with an attention_mask"
             )
         return args, {**kwargs, "use_cache": False}
+
+
+def _equal_lengths(named: Any) -> tuple[int, ...]:
+    """Return which arguments are as long as which others, by the number of the first of them.
+
+    What is along the sequence is told by its length. Two sequences, of an encoder and a decoder,
+    are of one length in some calls alone.
+    """
+    leaves = pytree.tree_leaves(named)
+    lengths = [x.shape[1] for x in leaves if isinstance(x, Tensor) and x.ndim > 1]
+    return tuple(map(lengths.index, lengths))
 
 
 def _cache_place(model: nn.Module) -> int | None:

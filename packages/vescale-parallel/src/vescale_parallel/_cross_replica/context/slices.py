@@ -46,7 +46,9 @@ def sequence_dim(x: Tensor, length: int) -> int | None:
         case 3:
             return 1 if x.shape[1] == length else None
         case 4 if x.shape[2] != x.shape[3]:
-            return next((dim for dim in (1, 2) if x.shape[dim] == length), None)
+            # (B, heads, S, features), or biases of (1, heads, S, S of another sequence), before
+            # (B, S, heads, features): there may be as many heads as positions.
+            return next((dim for dim in (2, 1) if x.shape[dim] == length), None)
         case _:
             return None
 
