@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_parallel._cross_replica.batches.small_batches import within
 from vescale_parallel._cross_replica.context.guard import ContextGuard
+from vescale_parallel._cross_replica.context.proof import proven_slicing
 from vescale_parallel._cross_replica.context.sliced.rules import computed
 from vescale_parallel._cross_replica.context.sliced.tensor import Along, Call, SlicedTensor
 from vescale_parallel._cross_replica.context.slices import ContextThreads, Method, SequenceSlices
@@ -21,6 +22,7 @@ from vescale_parallel._verify.threads import run_in_threads
 
 from .test_context import (
     Block,
+    Convolution,
     Cumulative,
     DropsPairs,
     Model,
@@ -226,6 +228,26 @@ def test_functions_of_whole_sequences_are_told(
     with caplog.at_level("INFO", "vescale.parallel"):
         ContextGuard(make(), 2, ids(), draws_by)
     assert f"blocks.0 computes '{function}'" in caplog.text
+
+
+class WithTower(Model):
+    """Blocks before others that attend, too, and are not one device's on slices."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Block(nn.Identity()))
+        self.tower = nn.ModuleList(Block(Convolution()) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in (*self.tower, *self.blocks):
+            x = block(x)
+        return x
+
+
+def test_stacks_that_do_not_run_on_slices_run_whole_before_others() -> None:
+    given = {"ids": ids()}
+    found = proven_slicing(WithTower(), given, 2, draws_by=draws_by, training=True)
+    assert found.stacks == {"blocks"}
 
 
 class Largest(TorchDispatchMode):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Set
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from vescale_dtensor import package_logger
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.copies import discard, snapshot
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
@@ -20,6 +21,8 @@ from .leaving import Leaving
 from .shown import shown_modules
 from .slicing import Slicing
 from .watch import ForwardWatch
+
+_log = package_logger("vescale.parallel")
 
 
 class NotSlicedError(ValueError):
@@ -35,85 +38,112 @@ class NotSlicedError(ValueError):
         self.raised, self.where = raised, where
 
 
-def attending_stacks(region: Region, base: nn.Module) -> tuple[Slicing, ForwardWatch]:
-    """Return the stacks in which all blocks attend, the modules that do, and what is drawn.
+@dataclass(frozen=True)
+class Attending:
+    """What is known of where a model attends.
 
-    Raises:
-        NotSlicedError: If there are none, or of a draw that cannot be told from another one.
-    """
-    watch = ForwardWatch()
-    inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in region.inputs]
-    args, kwargs = snapshot(pytree.tree_unflatten(inputs, region.spec))
-    watched = sharing_copy(base)
-    try:
-        with InDouble():
-            watch.run(watched, args, kwargs)
-    # Arbitrary user code: whatever it raises means that it cannot be compared.
-    except Exception as error:
-        raise NotSlicedError(
-            f"it cannot be compared with one device: {type(error).__name__}: {error}"
-        ) from error
-    finally:
-        discard(watched)
-    found = [
-        stack for stack in block_stacks(base) if {*stack} <= watch.attending | {*watch.multiplying}
-    ]
-    if not found:
-        raise NotSlicedError(
-            "found no list of two or more blocks that all attend, by "
-            "F.scaled_dot_product_attention, transformers' attention interface, or a product of "
-            "queries with keys, by which a rank attends to all of the sequence"
-        )
-    stacks = frozenset(map(name_of, found))
-    inside = tuple(f"{stack}." for stack in stacks)
-    attending = frozenset(fqn for fqn in watch.modules if fqn.startswith(inside))
-    once = {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1}
-    leaving, behind = Leaving(watch.returned), watch.behind.behind()
-    behind = behind if behind.stack in stacks else Behind()
-    blocks = (block for stack in found for block in stack if block not in watch.attending)
-    written = {fqn for block in blocks for fqn in watch.multiplying[block]}
-    shown = shown_modules(written, watch.token_wise, watch.given, base)
-    draws = _draws(watch, stacks)
-    found = Slicing(stacks, attending, draws, once, leaving=leaving, behind=behind, shown=shown)
-    found = replace(found, last=watch.last, unequal=frozenset(watch.unequal))
-    return found, watch
-
-
-def shown_too(
-    where: str, slicing: Slicing, watch: ForwardWatch, base: nn.Module
-) -> Slicing | None:
-    """Return the same with more modules shown whole sequences, in all blocks of a stack.
-
-    Those that attend, as of T5, which makes biases of the length that attention is given. And if
-    they are shown already, those around them, which may make masks for them, up to their blocks.
-    None if it is none of these.
-
-    Args:
-        where: The module that is not one device's on slices.
-        slicing: With which it is not.
-        watch: Of a forward of the whole model.
+    Attributes:
         base: The model.
+        watch: Of a forward of the whole of it.
     """
-    stack = next((each for each in slicing.stacks if where.startswith(f"{each}.")), None)
-    found = (fqn for fqn in slicing.attending if f"{where}.".startswith(f"{fqn}."))
-    where = next(found, where)
-    while where in slicing.shown.modules:
-        where = where.rpartition(".")[0]
-    is_around = any(each.startswith(f"{where}.") for each in slicing.shown.modules)
-    if stack is None or not where.startswith(f"{stack}."):
-        return None
-    if where not in slicing.attending and not is_around:
-        return None
-    within = where.removeprefix(f"{stack}.").partition(".")[2]
-    alike = {
-        fqn
-        for fqn in watch.token_wise
-        if fqn.startswith(f"{stack}.")
-        and fqn.removeprefix(f"{stack}.").partition(".")[2] == within
-    }
-    shown = shown_modules(slicing.shown.modules | alike, watch.token_wise, watch.given, base)
-    noted: dict[str, Any] = {"dims": {}, "drawn": {}, "across": {}}
-    return replace(slicing, shown=shown, leaving=Leaving(watch.returned), **noted)
+
+    base: nn.Module
+    watch: ForwardWatch
+
+    @staticmethod
+    def of(region: Region, base: nn.Module) -> Attending:
+        """Run a model whole.
+
+        Raises:
+            NotSlicedError: If it does not run.
+        """
+        watch = ForwardWatch()
+        inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in region.inputs]
+        args, kwargs = snapshot(pytree.tree_unflatten(inputs, region.spec))
+        watched = sharing_copy(base)
+        try:
+            with InDouble():
+                watch.run(watched, args, kwargs)
+        # Arbitrary user code: whatever it raises means that it cannot be compared.
+        except Exception as error:
+            raise NotSlicedError(
+                f"it cannot be compared with one device: {type(error).__name__}: {error}"
+            ) from error
+        finally:
+            discard(watched)
+        return Attending(base, watch)
+
+    def slicing(self) -> Slicing:
+        """Return the stacks in which all blocks attend, what does, and what is drawn.
+
+        Raises:
+            NotSlicedError: If there are none, or of a draw that cannot be told from another one.
+        """
+        watch = self.watch
+        attend = watch.attending | {*watch.multiplying}
+        found = [stack for stack in block_stacks(self.base) if {*stack} <= attend]
+        if not found:
+            raise NotSlicedError(
+                "found no list of two or more blocks that all attend, by "
+                "F.scaled_dot_product_attention, transformers' attention interface, or a product "
+                "of queries with keys, by which a rank attends to all of the sequence"
+            )
+        blocks = (block for stack in found for block in stack if block not in watch.attending)
+        written = {fqn for block in blocks for fqn in watch.multiplying[block]}
+        return self._slicing(frozenset(map(name_of, found)), written)
+
+    def _slicing(self, stacks: frozenset[str], shown: Set[str]) -> Slicing:
+        watch, inside = self.watch, tuple(f"{stack}." for stack in stacks)
+        shown = {fqn for fqn in shown if fqn.startswith(inside)}
+        behind = watch.behind.behind()
+        return Slicing(
+            stacks,
+            frozenset(fqn for fqn in watch.modules if fqn.startswith(inside)),
+            _draws(watch, stacks),
+            {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1},
+            leaving=Leaving(watch.returned),
+            behind=behind if behind.stack in stacks else Behind(),
+            last=watch.last,
+            unequal=frozenset(watch.unequal),
+            shown=shown_modules(shown, watch.token_wise, watch.given, self.base),
+        )
+
+    def otherwise(self, where: str, slicing: Slicing) -> Slicing | None:
+        """Return another slicing that may be one device's; None if there is none to try.
+
+        With more modules shown whole sequences, in all blocks of a stack: those that attend, as of
+        T5, which makes biases of the length that attention is given, and if they are shown
+        already, those around them, which may make masks for them, up to their blocks. Else
+        without the stack, if there are others.
+
+        Args:
+            where: The module that is not one device's on slices.
+            slicing: With which it is not.
+        """
+        stack = next((each for each in slicing.stacks if where.startswith(f"{each}.")), None)
+        if stack is None:
+            return None
+        attending = (fqn for fqn in slicing.attending if f"{where}.".startswith(f"{fqn}."))
+        where, shown = next(attending, where), slicing.shown.modules
+        while where in shown:
+            where = where.rpartition(".")[0]
+        is_around = any(each.startswith(f"{where}.") for each in shown)
+        if where.startswith(f"{stack}.") and (where in slicing.attending or is_around):
+            known = _within(stack, self.watch.token_wise)
+            alike = {fqn for fqn, inner in known.items() if inner == known[where]}
+            return self._slicing(slicing.stacks, shown | alike)
+        others = slicing.stacks - {stack}
+        if not others:
+            return None
+        _log.info("blocks of %s run on whole sequences: %r does not run on slices", stack, where)
+        return self._slicing(others, shown)
+
+
+def _within(stack: str, fqns: Iterable[str]) -> dict[str, str]:
+    """Return the modules in a stack, each with its name in its block."""
+    inside = f"{stack}."
+    found = (fqn for fqn in fqns if fqn.startswith(inside))
+    return {fqn: fqn.removeprefix(inside).partition(".")[2] for fqn in found}
 
 
 def _draws(watch: ForwardWatch, stacks: frozenset[str]) -> dict[DrawKey, WholeDraw]:

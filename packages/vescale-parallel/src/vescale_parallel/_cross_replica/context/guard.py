@@ -114,8 +114,8 @@ class ContextGuard:
                     f"context_parallel.size {self._size}: {self._class} is not one device's on "
                     f"slices of its sequence, in calls with ({form[0]}): {error}. Blocks may mix "
                     "positions by F.scaled_dot_product_attention (batch, heads, positions, "
-                    "features) or transformers' attention interface alone, and get positions, "
-                    f"rotary tables and masks from outside; or {_LEFT_OUT}{raised}"
+                    "features), transformers' attention interface, nn.MultiheadAttention, or "
+                    f"products of queries with keys; or {_LEFT_OUT}{raised}"
                 ) from error
         return self._known[form]
 

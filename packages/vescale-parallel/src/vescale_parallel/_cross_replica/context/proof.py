@@ -33,7 +33,7 @@ from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
 
-from .attending import NotSlicedError, attending_stacks, shown_too
+from .attending import Attending, NotSlicedError
 from .behind import Behind
 from .blocks import ShortSequenceError, SlicedBlocks
 from .draws import DrawsSlices
@@ -79,14 +79,14 @@ def proven_slicing(
         warnings.simplefilter("ignore")
         region = whole_region(model, named, {})
         base = random_copy(model).train(training)
-        slicing, watch = attending_stacks(region, base)
+        attending = Attending.of(region, base)
         make = functools.partial(SlicedBlocks, method=method)
 
         def proven(slicing: Slicing, num_tries: int) -> Slicing:
             try:
                 return _compared(region, base, slicing, size, make, draws_by, behind=behind)
             except NotSlicedError as error:
-                more = shown_too(error.where, slicing, watch, base) if num_tries else None
+                more = attending.otherwise(error.where, slicing) if num_tries else None
                 if more is None:
                     raise
                 try:
@@ -94,7 +94,7 @@ def proven_slicing(
                 except NotSlicedError:
                     raise error from None  # of the code as it is, not of what was tried for it
 
-        found = proven(slicing, _MOST_TRIES)
+        found = proven(attending.slicing(), _MOST_TRIES)
         discard(base)
     give_memory_back()
     return found
