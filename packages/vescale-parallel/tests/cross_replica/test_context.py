@@ -202,6 +202,7 @@ def test_blocks_that_mix_positions_by_attention_alone_are_proven(
     ("beside", "name"),
     [
         (Convolution, "'blocks.0.beside' returns something else"),
+        (Cumulative, "'blocks.0.beside' returns something else"),
         (Recurrent, "'blocks.0.beside.*' returns something else|GRU"),
         (BatchNorm, "'blocks.0.beside' returns something else"),
         (Mixer, "does not run on slices"),

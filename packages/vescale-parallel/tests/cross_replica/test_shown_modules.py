@@ -23,7 +23,6 @@ from vescale_parallel._verify.threads import run_in_threads
 from .test_context import (
     Block,
     Convolution,
-    Cumulative,
     DropsPairs,
     Model,
     OwnMask,
@@ -206,28 +205,56 @@ class Attention(nn.Module):
         return ((x @ x.mT).softmax(-1) @ x).cumsum(1)
 
 
-class Around(Block):
+class Reversed(nn.Module):
+    """Attention that returns its positions the other way round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x @ x.mT).softmax(-1) @ x).flip(1)
+
+
+class Gated(nn.Module):
+    """Attention besides a recurrence that it scales, as blocks of hybrid models have it."""
+
     def __init__(self) -> None:
-        super().__init__(Attention())
+        super().__init__()
+        self.recurrence = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.recurrence((x @ x.mT).softmax(-1) @ x)[0]
+
+
+class Around(Block):
+    def __init__(self, attention: Callable[[], nn.Module] = Attention) -> None:
+        super().__init__(attention())
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return q + k * v
 
 
-@pytest.mark.parametrize(
-    ("make", "function"),
-    [
-        (lambda: model_with(Cumulative), "cumsum"),
-        (lambda: Model(Convolved), "avg_pool1d"),
-        (lambda: Model(Around), "cumsum"),
-    ],
-)
-def test_functions_of_whole_sequences_are_told(
-    make: Callable[[], Model], function: str, caplog: pytest.LogCaptureFixture
-) -> None:
+class Returning(Around):
+    def __init__(self) -> None:
+        super().__init__(Reversed)
+
+
+class Recurring(Around):
+    def __init__(self) -> None:
+        super().__init__(Gated)
+
+
+def test_functions_of_whole_sequences_are_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "vescale.parallel"):
-        ContextGuard(make(), 2, ids(), draws_by)
-    assert f"blocks.0 computes '{function}'" in caplog.text
+        ContextGuard(Model(Convolved), 2, ids(), draws_by)
+    assert "blocks.0 computes 'avg_pool1d'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "function"), [(Around, "cumsum"), (Returning, "flip"), (Recurring, "gru")]
+)
+def test_modules_that_would_run_whole_are_refused_with_the_function_that_does(
+    make: Callable[[], Block], function: str
+) -> None:
+    with pytest.raises(ValueError, match=f"every rank would compute '{function}' of whole"):
+        ContextGuard(Model(make), 2, ids(), draws_by)
 
 
 class WithTower(Model):

@@ -31,11 +31,14 @@ class NotSlicedError(ValueError):
     Attributes:
         raised: What its code raised, to be said after what to do about it.
         where: The module whose code it is, as far as is known.
+        is_whole: Whether that computes on whole sequences, though it was given slices.
     """
 
-    def __init__(self, why: str, raised: str = "", where: str = "") -> None:
+    def __init__(
+        self, why: str, raised: str = "", where: str = "", *, is_whole: bool = False
+    ) -> None:
         super().__init__(why)
-        self.raised, self.where = raised, where
+        self.raised, self.where, self.is_whole = raised, where, is_whole
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Attending:
             shown=shown_modules(shown, watch.token_wise, watch.given, self.base),
         )
 
-    def otherwise(self, where: str, slicing: Slicing) -> Slicing | None:
+    def otherwise(self, error: NotSlicedError, slicing: Slicing) -> Slicing | None:
         """Return another slicing that may be one device's; None if there is none to try.
 
         With more modules shown whole sequences, in all blocks of a stack: those that attend, as of
@@ -117,9 +120,10 @@ class Attending:
         without the stack, if there are others.
 
         Args:
-            where: The module that is not one device's on slices.
+            error: Says which module is not one device's on slices.
             slicing: With which it is not.
         """
+        where = error.where
         stack = next((each for each in slicing.stacks if where.startswith(f"{each}.")), None)
         if stack is None:
             return None
@@ -128,7 +132,8 @@ class Attending:
         while where in shown:
             where = where.rpartition(".")[0]
         is_around = any(each.startswith(f"{where}.") for each in shown)
-        if where.startswith(f"{stack}.") and (where in slicing.attending or is_around):
+        is_shown = where in slicing.attending or is_around
+        if where.startswith(f"{stack}.") and is_shown and not error.is_whole:
             known = _within(stack, self.watch.token_wise)
             alike = {fqn for fqn, inner in known.items() if inner == known[where]}
             return self._slicing(slicing.stacks, shown | alike)

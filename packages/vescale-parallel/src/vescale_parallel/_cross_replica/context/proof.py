@@ -38,6 +38,7 @@ from .behind import Behind
 from .blocks import ShortSequenceError, SlicedBlocks
 from .draws import DrawsSlices
 from .find_written import Held, State, Writes, begin_with, first_other, state_of
+from .sliced.tensor import WholeError
 from .slices import ContextThreads, Method, SequenceSlices
 from .slicing import Slicing
 from .watch import module_that_raised, noted_outputs
@@ -86,13 +87,15 @@ def proven_slicing(
             try:
                 return _compared(region, base, slicing, size, make, draws_by, behind=behind)
             except NotSlicedError as error:
-                more = attending.otherwise(error.where, slicing) if num_tries else None
+                more = attending.otherwise(error, slicing) if num_tries else None
                 if more is None:
                     raise
                 try:
                     return proven(more, num_tries - 1)
-                except NotSlicedError:
-                    raise error from None  # of the code as it is, not of what was tried for it
+                except NotSlicedError as later:
+                    # Of the code as it is, not of what was tried, if that says nothing to do.
+                    says_more = "use context_parallel" in str(later)
+                    raise (later if says_more else error) from None
 
         found = proven(attending.slicing(), _MOST_TRIES)
         discard(base)
@@ -243,6 +246,9 @@ def _on_ranks(
             if isinstance(error, ShortSequenceError):
                 raise
             where = module_that_raised(error, local)
+            if isinstance(error, WholeError):
+                why = f"in {where!r} {error.why}"
+                raise NotSlicedError(why, where=where, is_whole=True) from error
             if "context_parallel" in raised:  # it says what to do
                 raise NotSlicedError(f"on slices it raises {raised}", where=where) from error
             why = f"{where!r} does not run on slices"

@@ -7,8 +7,8 @@ values are gathered where they are multiplied (:mod:`.sliced.products`), so that
 one device's. Modules with parameters within it, which take one tensor and return one of its
 positions, get the slice, and so do what is hooked to them.
 
-What such a module returns has to be a slice again. If it gathers what it returns, as convolutions
-do, its block is tried, which may take its part again; the log says what every rank computes whole.
+What such a module returns has to be a slice again. Recurrences and convolutions, and what gathers
+all that it returns, would run whole on every rank, and are refused. The log says what else does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vescale_parallel._torch_private import left_out, pytree
 
 from .leaving import Place, Shapes, part_of_whole
 from .sliced.rules import computed
-from .sliced.tensor import Along, Call, SlicedTensor
+from .sliced.tensor import Along, Call, SlicedTensor, WholeError
 from .slices import ContextRanks, SequenceSlices
 
 _log = package_logger("vescale.parallel")
@@ -104,7 +104,7 @@ class ShownModules:
             self._told.add(fqn)
             _log.info("%s computes %s of whole sequences on every rank", fqn, _names(call))
         is_sliced = any(isinstance(x, SlicedTensor) for x in leaves)
-        return _of_slices(fqn, output, call) if is_sliced else output
+        return _of_slices(output, call) if is_sliced else output
 
     def _sliced(self, shown: Shown, fqn: str, at: int, x: Any, along: Along) -> Any:
         place = (fqn, at, x.dim()) if isinstance(x, Tensor) else None
@@ -147,21 +147,17 @@ class ShownModules:
         return SlicedTensor.of(output, along)
 
 
-def _of_slices(fqn: str, output: Any, call: Call) -> Any:
+def _of_slices(output: Any, call: Call) -> Any:
     """Return what a module computed, as plain tensors of this rank's slice.
 
     Raises:
-        ValueError: If its activation is no slice.
+        WholeError: If its activation is no slice.
     """
     leaves, spec = pytree.tree_flatten(output)
     first = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
     is_slice = isinstance(first, SlicedTensor) and (first.along.dim, first.along.count) == (1, 1)
     if first is not None and not is_slice:
-        by = _names(call) or "what it returns"
-        raise ValueError(
-            f"context_parallel: {fqn!r} would compute on whole sequences on every rank: of {by} "
-            "no rank can compute its slice"
-        )
+        raise WholeError(_names(call) or "what it returns")
     leaves = [x.local if isinstance(x, SlicedTensor) else x for x in leaves]
     return pytree.tree_unflatten(leaves, spec)
 

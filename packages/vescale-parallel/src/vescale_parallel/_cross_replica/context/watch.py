@@ -60,6 +60,7 @@ class ForwardWatch:
         self.token_wise: dict[str, bool] = {}
         self.behind = WatchBehind()
         self._block: str | None = None
+        self._length = 0
         self._stack: str | None = None
         self._attends: str | None = None
         # Modules that run, each with how often it has drawn.
@@ -97,8 +98,10 @@ class ForwardWatch:
         """Whether to be told of attention that is called now."""
         return True
 
-    def _note_product(self) -> None:
-        if self._block is not None and self._attends is None:
+    def _note_product(self, factors: Sequence[Tensor]) -> None:
+        """Note one with the positions of the block in a dim, which experts have in none."""
+        has_positions = any(self._length in x.shape for x in factors)
+        if self._block is not None and self._attends is None and has_positions:
             self.multiplying.setdefault(self._block, set()).add(self._within[-1][0])
 
     def note_draw(self, func: Any, args: tuple[Any, ...]) -> None:
@@ -131,10 +134,14 @@ class ForwardWatch:
             self._attends = held
 
     def _follow(self, block: nn.Module, fqn: str, stack: Sequence[str]) -> None:
-        def begin(_: nn.Module, args: Any) -> None:
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             if fqn == stack[0]:
                 self._stack = name_of(stack)
             self._block = fqn
+            leaves = pytree.tree_leaves((args, kwargs))
+            given = (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+            first = next(given, None)
+            self._length = first.shape[1] if first is not None and first.ndim > 1 else 0
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
             self._block = None
@@ -143,7 +150,7 @@ class ForwardWatch:
                 self._stack, self.last = None, name_of(stack)
                 self.behind.end_stack(name_of(stack), fqn, output)
 
-        block.register_forward_pre_hook(begin)
+        block.register_forward_pre_hook(begin, with_kwargs=True)
         block.register_forward_hook(end)
 
     def _note_returned(self, fqn: str, _: nn.Module, args: Any, output: Any) -> None:

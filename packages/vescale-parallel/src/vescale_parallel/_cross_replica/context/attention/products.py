@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -24,18 +24,18 @@ class ProductMode(TorchFunctionMode):
 
     Args:
         parameters: Their identities; a product with one of them, or a view of it, is no such one.
-        note: Is called before each.
+        note: Is called before each, with the activations.
     """
 
-    def __init__(self, parameters: Set[int], note: Callable[[], None]) -> None:
+    def __init__(self, parameters: Set[int], note: Callable[[Sequence[Tensor]], None]) -> None:
         super().__init__()
         self._parameters, self._note = parameters, note
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _PRODUCTS:
-            given = pytree.tree_leaves((args, kwargs or {}))
-            if sum(map(self._is_activation, given)) > 1:
-                self._note()
+            given = [x for x in pytree.tree_leaves((args, kwargs or {})) if self._is_activation(x)]
+            if len(given) > 1:
+                self._note(given)
         return func(*args, **(kwargs or {}))
 
     def _is_activation(self, x: Any) -> bool:

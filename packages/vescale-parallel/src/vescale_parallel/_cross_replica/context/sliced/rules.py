@@ -19,7 +19,7 @@ from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import lifted
 from vescale_parallel._torch_private import pytree, unseen_functions
 
 from . import parts, products, shapes, views
-from .tensor import WHOLE, Along, SlicedTensor, gathered, summed
+from .tensor import WHOLE, Along, SlicedTensor, WholeError, gathered, summed
 
 Args = Sequence[Any]
 Named = Mapping[str, Any]
@@ -59,6 +59,11 @@ _WRITES = {
     "__itruediv__",
     "__ipow__",
 }
+# Recurrences and convolutions, of whose positions no rank can compute its own alone.
+_MIXING = {
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "cumsum", "cumprod", "cummax", "cummin",
+    "logcumsumexp", "lstm", "gru", "rnn_tanh", "rnn_relu",
+}  # fmt: skip
 _TOKEN_LOSSES = (F.cross_entropy, F.nll_loss)
 _OVER_FEATURES = _names(
     """
@@ -89,6 +94,8 @@ def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     name = getattr(func, "__name__", str(func))
     _refuse_writes(name, args, kwargs)
     given = _sliced(pytree.tree_leaves((args, kwargs)))
+    if given[0].along.in_blocks and given[0].is_floating_point() and name in _MIXING:
+        raise WholeError(repr(name))
     given[0].along.call.gathered_by.append(name)
     args, kwargs = gathered((args, dict(kwargs)))
     return func(*args, **kwargs)

@@ -31,6 +31,18 @@ from vescale_parallel._torch_private import make_wrapper, pytree, unseen_functio
 WHOLE = "use context_parallel.outputs 'whole', with which the head and the loss run on all of it"
 
 
+class WholeError(ValueError):
+    """Code in a block would compute on whole sequences on every rank.
+
+    Attributes:
+        why: Which functions.
+    """
+
+    def __init__(self, functions: str) -> None:
+        self.why = f"every rank would compute {functions} of whole sequences"
+        super().__init__(f"context_parallel: {self.why}")
+
+
 @dataclass(eq=False)
 class Call:
     """One call of a model, in which all ranks run the same code, and so may gather.
