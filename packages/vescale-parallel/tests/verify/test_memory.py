@@ -64,17 +64,27 @@ def _of_a_plan() -> None:
     assert propose_sharding(Deep(3), "auto", 2, example_batch=IDS).plan
 
 
-def _of_slices() -> None:
+class Placed(Attention):
+    """Positions that a block makes itself, for which it has to be shown whole sequences."""
+
+    def forward(self, x_BSF: Tensor) -> Tensor:
+        places = torch.arange(x_BSF.shape[1], dtype=x_BSF.dtype)
+        return super().forward(x_BSF + places[:, None])
+
+
+def _of_slices(kind: type[nn.Module] = Attention) -> None:
     def draws_by(blocks: SlicedBlocks) -> ShardedRng:
         return ShardedRng(Place.alone(), {}, None, blocks)
 
-    found = proven_slicing(
-        Deep(3, Attention), {"ids_BS": IDS[0]}, 2, draws_by=draws_by, training=True
-    )
+    found = proven_slicing(Deep(3, kind), {"ids_BS": IDS[0]}, 2, draws_by=draws_by, training=True)
     assert found.stacks
 
 
-@pytest.mark.parametrize("compare", [_of_a_plan, _of_slices])
+def _of_blocks_that_are_shown() -> None:
+    _of_slices(Placed)
+
+
+@pytest.mark.parametrize("compare", [_of_a_plan, _of_slices, _of_blocks_that_are_shown])
 def test_a_comparison_leaves_nothing_to_the_garbage_collector(compare: Callable[[], None]) -> None:
     gc.collect()
     before = _doubles()

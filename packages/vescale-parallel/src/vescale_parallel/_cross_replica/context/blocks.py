@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -70,11 +71,12 @@ class SlicedBlocks:
         self._ranks = ranks
         self.behind = BehindBlocks(ranks)
         self._writes = WholeWrites(ranks)
-        self._shown = ShownModules(ranks, lambda: (self.slicing.shown, self.slices))
+        this = weakref.proxy(self)  # a cycle would keep copies that were compared
+        self._shown = ShownModules(ranks, lambda: (this.slicing.shown, this.slices))
         self._method: Method = method
         self._compiled = compiled
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
-        across = AttendsAcross(self._attention, ranks.rank, self._is_across)
+        across = AttendsAcross(self._attention, ranks.rank, lambda num: this._is_across(num))
         self._interception = Interception(AttendsSliced(across), compiled=compiled)
         self.slicing = Slicing()
         self.stacks: tuple[str, ...] = ()

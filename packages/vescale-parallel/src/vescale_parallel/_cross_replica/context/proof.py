@@ -83,24 +83,31 @@ def proven_slicing(
         attending = Attending.of(region, base)
         make = functools.partial(SlicedBlocks, method=method)
 
-        def proven(slicing: Slicing, num_tries: int) -> Slicing:
-            try:
-                return _compared(region, base, slicing, size, make, draws_by, behind=behind)
-            except NotSlicedError as error:
-                more = attending.otherwise(error, slicing) if num_tries else None
-                if more is None:
-                    raise
-                try:
-                    return proven(more, num_tries - 1)
-                except NotSlicedError as later:
-                    # Of the code as it is, not of what was tried, if that says nothing to do.
-                    says_more = "use context_parallel" in str(later)
-                    raise (later if says_more else error) from None
+        def compared(slicing: Slicing) -> Slicing:
+            return _compared(region, base, slicing, size, make, draws_by, behind=behind)
 
-        found = proven(attending.slicing(), _MOST_TRIES)
+        found = _first_proven(compared, attending, attending.slicing(), _MOST_TRIES)
         discard(base)
     give_memory_back()
     return found
+
+
+def _first_proven(
+    compared: Callable[[Slicing], Slicing], attending: Attending, slicing: Slicing, num_tries: int
+) -> Slicing:
+    """Return the first slicing that is one device's, of those that there are to try."""
+    try:
+        return compared(slicing)
+    except NotSlicedError as error:
+        more = attending.otherwise(error, slicing) if num_tries else None
+        if more is None:
+            raise
+        try:
+            return _first_proven(compared, attending, more, num_tries - 1)
+        except NotSlicedError as later:
+            # Of the code as it is, not of what was tried, if that says nothing to do.
+            says_more = "use context_parallel" in str(later)
+            raise (later if says_more else error) from None
 
 
 def _compared(
