@@ -8,6 +8,7 @@ from dataclasses import is_dataclass, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate
 
 from vescale_parallel._model.blocks import blocks_of
 from vescale_parallel._model.copies import tensors_within
@@ -43,6 +44,7 @@ class DryRuns:
         self._readers: dict[str, set[str]] | DryRunError | None = None
         self._draws: NotedDraws | None = None
         self._parts: list[tuple[TensorSharding, dict[str, ModuleCall], NotedDraws]] = []
+        self._misfits: list[tuple[TensorSharding, DryRunError]] = []
 
     def blocks(self) -> dict[str, ModuleCall]:
         """Return how the whole model calls its blocks, or the model itself.
@@ -84,8 +86,18 @@ class DryRuns:
         for seen, calls, _ in self._parts:
             if seen == forward:
                 return calls
-        notes = DrawNotes()
-        calls = dry_run_rank(self.model, self.batch, list(self.blocks()), sharding, notes)
+        for seen, misfit in self._misfits:
+            if seen == forward:
+                raise misfit
+        watched, notes = list(self.blocks()), DrawNotes()
+        try:
+            calls = dry_run_rank(self.model, self.batch, watched, sharding, notes)
+        except DryRunError as error:
+            why = error.__cause__
+            if isinstance(why, Exception):
+                # Without the frames of the run, which have the copy that ran.
+                self._misfits.append((forward, DryRunError(error.fqn, why)))
+            raise
         self._parts.append((forward, calls, self._heard(notes)))
         return calls
 
@@ -129,8 +141,15 @@ class DryRuns:
 
 
 def _forward_of(sharding: TensorSharding) -> TensorSharding:
-    """Return what a forward depends on: not how gradients are summed or numbers are drawn."""
-    return replace(sharding, spec=replace(sharding.spec, grads={}, draws={}))
+    """Return what a forward depends on: not how gradients are summed or numbers are drawn.
+
+    What enters a region whole is given on as it is, and its gradients are summed. But beside what
+    enters in shards it says that this argument is whole.
+    """
+    spec = sharding.spec
+    gathered = {fqn for (fqn, _), arrives in spec.entered.items() if arrives != Replicate()}
+    entered = {key: arrives for key, arrives in spec.entered.items() if key[0] in gathered}
+    return replace(sharding, spec=replace(spec, entered=entered, grads={}, draws={}))
 
 
 def _or_raise(found: _Found | DryRunError) -> _Found:
