@@ -111,6 +111,26 @@ def test_save_pretrained_writes_what_one_device_writes(
     same_directories(tmp_path / "ranks", tmp_path / "one")
 
 
+def save_around(path: str) -> None:
+    """Save a model whose class has a ``save_pretrained`` around that of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Around(LlamaForCausalLM):
+        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    torch.manual_seed(0)
+    model: Any = Around(LlamaConfig(**SMALL))
+    vescale.parallelize(make_plan({}), model).save_pretrained(path)
+
+
+def test_a_model_that_wraps_save_pretrained_is_saved(tmp_path: Path) -> None:
+    save_around(str(tmp_path))
+    assert (tmp_path / "config.json").exists()
+    found = load_file(tmp_path / "model.safetensors")
+    assert "model.embed_tokens.weight" in found
+
+
 def classified(path: str, constraints: Constraints | None) -> str | None:
     """Return what a classifier takes its problem for after a step, on this rank."""
     model: Any
