@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import pytree, unseen_functions
 
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -48,24 +48,30 @@ class InputsOfCall:
         """Run forward within this, on what it yields; ``counts`` says that it has no graph."""
         leaves, spec = pytree.tree_flatten(given)
         form = self._form, spec
-        writable = [index for index, leaf in enumerate(leaves) if _is_writable(leaf)]
         known = self._known.get(form)
-        copies = _copies(leaves, writable if known is None else [*known.intersection(writable)])
-        used: list[Any] = leaves if counts else [copies.get(i, x) for i, x in enumerate(leaves)]
-        versions = {index: used[index]._version for index in writable}
+        # Modes that see what forward computes are not to see this.
+        with unseen_functions():
+            writable = [index for index, leaf in enumerate(leaves) if _is_writable(leaf)]
+            may_write = writable if known is None else known.intersection(writable)
+            copies = _copies(leaves, may_write)
+            used: list[Any] = (
+                leaves if counts else [copies.get(i, x) for i, x in enumerate(leaves)]
+            )
+            versions = {index: used[index]._version for index in writable}
         try:
             yield given if counts or not copies else pytree.tree_unflatten(used, spec)
         finally:
-            # What a block is to write to is a placeholder where blocks do not run.
-            plain = (index for index in writable if type(used[index]) is Tensor)
-            written = {index for index in plain if used[index]._version != versions[index]}
-            self._seen.setdefault(form, set()).update(written)
-            self._missed |= not written <= copies.keys()
-            for index in written & copies.keys():
-                if counts:
-                    _put(leaves[index], copies[index])
-                else:
-                    self._left[_memory(leaves[index])] = leaves[index], copies[index]
+            with unseen_functions():
+                # What a block is to write to is a placeholder where blocks do not run.
+                plain = (index for index in writable if type(used[index]) is Tensor)
+                written = {index for index in plain if used[index]._version != versions[index]}
+                self._seen.setdefault(form, set()).update(written)
+                self._missed |= not written <= copies.keys()
+                for index in written & copies.keys():
+                    if counts:
+                        _put(leaves[index], copies[index])
+                    else:
+                        self._left[_memory(leaves[index])] = leaves[index], copies[index]
 
     def end(self) -> None:
         """Have the program's tensors hold what the runs left.
