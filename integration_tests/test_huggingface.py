@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import vescale
 import vescale_ckpt
 from vescale_testing import World
 
+from .families import make
 from .models import HandWritten
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .test_bad_input import attempt, check
@@ -110,6 +111,48 @@ def test_save_pretrained_writes_what_one_device_writes(
     same_directories(tmp_path / "ranks", tmp_path / "one")
 
 
+def save_around(path: str) -> None:
+    """Save a model whose class has a ``save_pretrained`` around that of transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Around(LlamaForCausalLM):
+        def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+            super().save_pretrained(save_directory, *args, **kwargs)
+
+    torch.manual_seed(0)
+    model: Any = Around(LlamaConfig(**SMALL))
+    vescale.parallelize(make_plan({}), model).save_pretrained(path)
+
+
+def test_a_model_that_wraps_save_pretrained_is_saved(tmp_path: Path) -> None:
+    save_around(str(tmp_path))
+    assert (tmp_path / "config.json").exists()
+    found = load_file(tmp_path / "model.safetensors")
+    assert "model.embed_tokens.weight" in found
+
+
+def classified(path: str, constraints: Constraints | None) -> str | None:
+    """Return what a classifier takes its problem for after a step, on this rank."""
+    model: Any
+    model, batch = make("vit")
+    if constraints is not None:
+        model = vescale.parallelize(make_plan(constraints), model)
+    model(**batch).loss.backward()
+    model.save_pretrained(path)
+    return model.config.problem_type
+
+
+@pytest.mark.slow
+def test_what_forward_notes_in_a_configuration_is_saved_under_a_pipeline(
+    world2: World, tmp_path: Path
+) -> None:
+    expected = classified(str(tmp_path / "one"), None)
+    assert world2.run(classified, str(tmp_path / "ranks"), PLANS["pp"]) == [expected] * 2
+    (found, _), (texts, _) = read(tmp_path / "ranks"), read(tmp_path / "one")
+    assert found == texts
+    assert texts["config.json"]["problem_type"] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", FOUR)
 def test_transformers_loads_what_several_axes_exported(
@@ -185,6 +228,42 @@ def test_the_prefix_of_the_base_model_is_put_on_and_taken_off(
             world2, vescale.CheckpointError, message, loaded, str(tmp_path), kind, PLANS["tp"],
             False,
         )  # fmt: skip
+
+
+def test_what_transformers_never_saves_keeps_its_values(tmp_path: Path) -> None:
+    from transformers import MarianConfig, MarianMTModel
+
+    sizes: dict[str, Any] = {
+        "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+        "vocab_size": 64, "pad_token_id": 0, "decoder_start_token_id": 0,
+        "max_position_embeddings": 16,
+    }  # fmt: skip
+    expected, found = (MarianMTModel(MarianConfig(**sizes)) for _ in range(2))
+    expected.save_pretrained(tmp_path)
+    assert not any("embed_positions" in name for name in load_file(tmp_path / "model.safetensors"))
+    vescale.load_pretrained(found, tmp_path)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("bert", "bert.embeddings.position_ids"),
+    ],
+)
+def test_buffers_that_earlier_versions_of_transformers_saved_are_left_out(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    expected, found = moved(build(kind)), build(kind)
+    expected.save_pretrained(tmp_path)  # pyright: ignore[reportCallIssue]: transformers'
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), name: torch.arange(4)}, file)
+    vescale.load_pretrained(found, tmp_path)
+    for key, tensor in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[key], tensor), key
 
 
 def read_bytes(path: str, constraints: Constraints) -> int:

@@ -195,3 +195,14 @@ def test_tied_weights_of_other_formats_are_found_under_one_name(
     model.head.weight = nn.Parameter(torch.zeros(5, 3))
     with pytest.raises(MismatchError, match=r"missing in the checkpoint: model\.head\.weight"):
         vescale_ckpt.load(tmp_path / "ckpt", {"model": model})
+
+
+def test_files_may_lack_what_is_said_to_be_optional(tmp_path: Path) -> None:
+    tensors = written(tmp_path)
+    model = Net()
+    model.register_buffer("positions", torch.arange(3))
+    with pytest.raises(MismatchError, match="positions"):
+        load_safetensors(tmp_path, model)
+    load_safetensors(tmp_path, model, optional=lambda name: name == "positions")
+    assert torch.equal(model.up.weight, tensors["up.weight"].float())
+    assert torch.equal(model.get_buffer("positions"), torch.arange(3))

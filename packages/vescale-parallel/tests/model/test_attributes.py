@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_parallel._model.attributes import Attributes, SeveralRuns
+from vescale_parallel._model.several_runs.attributes import Attributes, SeveralRuns
 
 
 class Holder(nn.Module):

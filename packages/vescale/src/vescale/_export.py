@@ -13,7 +13,13 @@ from torch import Tensor, nn
 import vescale_ckpt
 import vescale_deferred
 
-from ._transformers import conversion, is_transformers_model, kept_names, names_of_files
+from ._transformers import (
+    conversion,
+    is_transformers_model,
+    kept_names,
+    names_of_files,
+    optional_names,
+)
 
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
 
@@ -79,7 +85,8 @@ def load_pretrained(
     Args:
         model: Parallelized under any plan, or on one device.
         path: A directory with ``model.safetensors`` or its index, or a single file.
-        strict: Whether names that only the files or only the model has are an error.
+        strict: Whether names that only the files or only the model has are an error. What a model
+            of transformers says may be missing (positions that are sines) keeps its values.
 
     Raises:
         vescale.CheckpointError: On every rank, if files are missing or damaged, or names or shapes
@@ -93,8 +100,11 @@ def load_pretrained(
         ...     load_pretrained(torch.nn.Linear(4, 2), path)
     """
     _check_model(model, "load_pretrained")
-    rename = names_of_files(model) if is_transformers_model(model) else None
-    vescale_ckpt.load_safetensors(path, model, rename=rename, strict=strict)
+    if not is_transformers_model(model):
+        vescale_ckpt.load_safetensors(path, model, strict=strict)
+        return
+    rename, optional = names_of_files(model), optional_names(model)
+    vescale_ckpt.load_safetensors(path, model, rename=rename, strict=strict, optional=optional)
 
 
 def write_config(

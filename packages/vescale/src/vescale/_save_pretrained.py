@@ -49,8 +49,7 @@ def _save(
     path: str | os.PathLike[str],
     options: dict[str, Any],
 ) -> None:
-    default = inspect.signature(original).parameters["max_shard_size"].default
-    max_shard_size = options.pop("max_shard_size", default)
+    max_shard_size = options.pop("max_shard_size", None) or _default_shard_size(model)
     original_format = options.pop("save_original_format", True)
     beside: Callable[[Path], None] = options.pop("beside", lambda directory: None)
     for name, value in options.items():
@@ -67,6 +66,16 @@ def _save(
         beside=functools.partial(write_config, original, beside),
         original_format=original_format,
     )
+
+
+def _default_shard_size(model: nn.Module) -> int | str:
+    """Return the default of transformers, which a ``save_pretrained`` around its own hides."""
+    for cls in type(model).__mro__:
+        method = vars(cls).get("save_pretrained")
+        parameters = {} if method is None else inspect.signature(method).parameters
+        if "max_shard_size" in parameters:
+            return parameters["max_shard_size"].default
+    raise AssertionError("PreTrainedModel.save_pretrained takes max_shard_size")
 
 
 def save_adapters(

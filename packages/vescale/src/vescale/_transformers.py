@@ -116,6 +116,7 @@ def names_of_files(model: nn.Module) -> Callable[[Sequence[str]], Mapping[str, s
     here = model.state_dict().keys()
     prefix = str(getattr(model, "base_model_prefix", ""))
     unexpected = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    unexpected += _once_saved(model)
 
     def names(in_files: Sequence[str]) -> dict[str, str | None]:
         renamed = _renaming(model, here)
@@ -131,6 +132,23 @@ def names_of_files(model: nn.Module) -> Callable[[Sequence[str]], Mapping[str, s
         return found
 
     return names
+
+
+def _once_saved(model: nn.Module) -> list[str]:
+    """Return patterns of buffers that models of earlier versions saved, of those it has."""
+    buffers = [name for name, _ in model.named_buffers()]
+    patterns = {
+        "rotary_emb.inv_freq": r"rotary_emb\.inv_freq",
+        "position_ids": r"(^|\.)position_ids$",
+    }
+    return [each for end, each in patterns.items() if any(name.endswith(end) for name in buffers)]
+
+
+def optional_names(model: nn.Module) -> Callable[[str], bool]:
+    """Return what tells whether files may lack a tensor: none is saved, or it has its values."""
+    unsaved: set[str] = {*(getattr(model, "_keys_to_ignore_on_save", None) or ())}
+    patterns = [*(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())]
+    return lambda name: name in unsaved or any(re.search(each, name) for each in patterns)
 
 
 def _renaming(model: nn.Module, here: Any) -> Callable[[str], str]:

@@ -38,6 +38,7 @@ def load_safetensors(
     *,
     rename: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str | None]] | None = None,
     strict: bool = True,
+    optional: Callable[[str], bool] = lambda name: False,
 ) -> None:
     r"""Read HuggingFace safetensors files into a module, sharded or not.
 
@@ -55,6 +56,7 @@ def load_safetensors(
             one out; those that it does not mention keep their names.
         strict: Whether names that only the files or only ``model`` has are an error. A tensor
             that is missing in the files but tied to one that is there is never an error.
+        optional: Says of a name here whether the files may lack it even so.
 
     Raises:
         CheckpointError: If ``model`` is no module.
@@ -74,6 +76,7 @@ def load_safetensors(
             try:
                 matched = match(state, reader.manifest, ranks.rank, strict=False, cast=True)
                 _forgive_ties(matched, state, ranks.rank, _tied(model, reader.manifest.tensors))
+                matched.missing = [key for key in matched.missing if not optional(key)]
                 matched.complain(strict=strict)
             except CheckpointError as error:
                 raise type(error)(f"cannot load {reader.path}:\n{error}") from error

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from vescale_dtensor import DTensor
 from vescale_parallel._torch_private import pytree
 
+# transformers', that keep outputs of modules for the model's own forward.
+_COLLECTS = "transformers.utils.output_capturing"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _FLAGS = (bool, int, float, str, type(None))
@@ -30,8 +32,9 @@ def copied_without_hooks(
     ``make_parameter`` is asked once for tied ones; ``make_buffer`` also for a tensor that is kept
     as an attribute.
 
-    Neither the tensors nor what hooks refer to is copied. Hooks of torch itself that compute
-    weights stay, as those of torch.nn.utils.weight_norm.
+    Neither the tensors nor what hooks refer to is copied. Hooks that forward needs stay: those of
+    torch that compute weights, as of torch.nn.utils.weight_norm, and those of
+    :func:`collects_outputs`.
     """
     memo: dict[int, object] = {id(p): make_parameter(p) for p in module.parameters()}
     for each in module.modules():
@@ -100,18 +103,27 @@ def drop_hooks(module: nn.Module) -> None:
 
 
 def hooks_of_users(module: nn.Module) -> list[Any]:
-    """Return the hooks of one module that are not torch's own."""
+    """Return the hooks of one module that its forward would do without."""
     held = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
-    return [hook for hook in held if not _is_torchs(hook)]
+    return [hook for hook in held if not _is_of_forward(hook)]
+
+
+def collects_outputs(hook: object) -> bool:
+    """Whether a hook keeps what modules return for the model's own forward, and reads none of it.
+
+    transformers adds them in the first call that asks for hidden states, as LLaVA's forward asks
+    its vision tower, and notes that it did in an attribute.
+    """
+    return getattr(hook, "__module__", None) == _COLLECTS
 
 
 def _without_users(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    own = ((i, hook) for i, hook in hooks.items() if _is_torchs(hook))
+    own = ((i, hook) for i, hook in hooks.items() if _is_of_forward(hook))
     return OrderedDict(own)
 
 
-def _is_torchs(hook: object) -> bool:
-    return type(hook).__module__.startswith("torch.nn.utils.")
+def _is_of_forward(hook: object) -> bool:
+    return type(hook).__module__.startswith("torch.nn.utils.") or collects_outputs(hook)
 
 
 def tensors_in_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._model.copies import own_containers
 
+from .cuts.configurations import Settings, changed_settings
 from .cuts.hooks import hooks_where_real
 from .cuts.placeholders import Placeholder
 from .cuts.seen_call import SeenCall, seen_call
@@ -36,6 +37,8 @@ class StageCalls:
         total: Sums a float64 tensor over data-parallel ranks.
         agree: Given a key and the last stage's object, returns that on all ranks.
         scalars: Returns what modules keep that may be losses, by their names.
+        settings: Returns what is in configurations of modules.
+        write_settings: Writes into them.
     """
 
     staging: Staging
@@ -46,6 +49,8 @@ class StageCalls:
     total: Callable[[Tensor], Tensor]
     agree: Callable[[object, Any], Any]
     scalars: Callable[[], Mapping[str, Tensor]] = dict
+    settings: Callable[[], Settings] = dict
+    write_settings: Callable[[Settings], None] = lambda settings: None
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, SeenCall])
     _checked_loss: bool = False
 
@@ -81,6 +86,7 @@ class StageCalls:
                 "forward raised an error on the last stage of a pipeline and on no other one, "
                 "when it was run with placeholders; see what that rank says"
             )
+        self.write_settings(seen.settings)
         self._forms_seen[form] = seen
         return seen
 
@@ -171,9 +177,10 @@ class StageCalls:
         return counts[index]
 
     def _look(self, forward: Callable[..., Any], microbatch: Microbatch) -> SeenCall:
-        before = {*map(id, self.scalars().values())}
+        before, settings = {*map(id, self.scalars().values())}, self.settings()
         run = functools.partial(self._run_counting, forward, microbatch)
         seen = seen_call(run, self.starts[-1])
+        seen = replace(seen, settings=changed_settings(settings, self.settings()))
         if seen.has_loss:
             return seen
         kept = (name for name, scalar in self.scalars().items() if id(scalar) not in before)

@@ -32,6 +32,7 @@ from vescale_parallel._torch_private import is_in_backward, pytree
 from vescale_parallel._verify.rank_dry_run import take_first_part
 
 from .cuts.forms import form_of
+from .cuts.hooks import collected
 from .cuts.outline import Argument, Outline, outline_of
 from .cuts.placeholders import Placeholder, as_sent, placeholder, rename, taint
 from .cuts.stage_run import (
@@ -126,7 +127,7 @@ class StagedModule(nn.Module):
         if not run.first_block <= index < run.end_block:
             run.values.block_called(index, pytree.tree_leaves((args, kwargs)))
             run.blocks_called = run.values.blocks_called = index + 1
-            return _placeholder(role, run, args, kwargs)
+            return collected(self, args, _placeholder(role, run, args, kwargs))
         if index == run.first_block:
             if run.stage > 0:
                 leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -145,7 +146,7 @@ class StagedModule(nn.Module):
         self, role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not run.is_own:
-            return _placeholder(role, run, args, kwargs)
+            return collected(self, args, _placeholder(role, run, args, kwargs))
         if run.stage in role.stages:
             call = super().__call__
             return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))

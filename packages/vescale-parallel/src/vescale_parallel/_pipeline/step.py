@@ -19,6 +19,7 @@ from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
 
 from .buffers import StageBuffers
+from .cuts.configurations import settings_of, write_settings
 from .outputs.deferred_backward import with_deferred_backward, with_graph
 from .outputs.joined import returned_rows
 from .runner import Pipeline, RunBackward
@@ -77,6 +78,8 @@ class PipelineStep:
         pipeline.stays = self._plain_tensors
         pipeline.outputs.own_flags = self._has_gradients
         pipeline.calls.scalars = partial(_scalars_on, model)
+        pipeline.calls.settings = partial(settings_of, model)
+        pipeline.calls.write_settings = partial(write_settings, model)
 
     def run(
         self,

@@ -240,7 +240,8 @@ class AccumulatedStep:
         self, forward: Callable[..., Any], microbatch: _MicroBatch, mode: TokenCounts
     ) -> None:
         run = None if self._counts_by_running else StageRun.counting(0)
-        run_counting(forward, microbatch, self.staging, run, self.device, mode)
+        with contextlib.nullcontext() if run is None else run.running():
+            run_counting(forward, microbatch, self.staging, run, self.device, mode)
 
     def _known_count(self, totals: Sequence[Tensor], index: int, counted: Tensor) -> Tensor:
         if index >= len(totals):

@@ -33,8 +33,9 @@ from vescale_parallel._model.code import mix_in
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import is_in_compiled_function, left_out, makes_one_graph
 
-from .encoders import encoders_by_calls
 from .engine import Engine
+from .generation.encoders import encoders_by_calls
+from .generation.images import images_in_calls
 from .model_copies import ModelCopies
 
 # What to do instead of compiling a whole model.
@@ -108,7 +109,9 @@ def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
             engine = self._vescale_engine
             if hasattr(self, "generation_config"):  # transformers', also below an adapter
                 kwargs = engine.generation_options(kwargs)
-            with engine.logits.gathered(), encoders_by_calls(self):
+            in_parts = engine.pipeline is not None or engine.parameters.gathers_in_forward
+            images = images_in_calls(self, args, kwargs, in_parts=in_parts)
+            with engine.logits.gathered(), encoders_by_calls(self), images:
                 return generate(self, *args, **kwargs)
 
         namespace["generate"] = generate_on_ranks

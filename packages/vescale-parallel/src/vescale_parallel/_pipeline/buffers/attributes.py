@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from vescale_parallel._mesh.agreement import gathered_objects
-from vescale_parallel._model.attributes import Attributes, Place, SeveralRuns
 from vescale_parallel._model.copies import hooks_of_users
+from vescale_parallel._model.several_runs.attributes import Attributes, Place, SeveralRuns
 from vescale_parallel._model.user_line import warn_at_user_line
 
 from .kept_by_hooks import kept_error, kept_for_forward

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from vescale_dtensor import named_failures
 from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._model.buffers import Buffers, BuffersBefore, Change
+from vescale_parallel._model.several_runs.written_inputs import WrittenInputs
 from vescale_parallel._pipeline.stage_module import StageRun, Staging
 
 from .attributes import StageAttributes
@@ -137,6 +138,7 @@ class StageBuffers:
     ) -> None:
         self._buffers, self._group = Buffers(model, ""), group
         self._attributes = StageAttributes(model, group)
+        self._inputs = WrittenInputs()
         self._staging = Staging() if staging is None else staging
         self._known: dict[object, _Known] = {}
         self._summed = summed
@@ -156,12 +158,16 @@ class StageBuffers:
         form = (self._buffers.form(), torch.is_grad_enabled(), form)
         before, runs = self._buffers.now(form), _Runs()
         is_known = self._buffers.is_known(form)
-        attributes = self._attributes.of_call()
+        attributes, inputs = self._attributes.of_call(), self._inputs.of_call(form)
 
         def from_before(*args: Any, **kwargs: Any) -> Any:
             run = self._staging.run
             counts = run is not None and not run.owns_outside
-            with attributes.run(0 if run is None else run.stage, is_kept=not counts):
+            has_graph = torch.is_grad_enabled() if run is None else run.owns_outside
+            with (
+                attributes.run(0 if run is None else run.stage, is_kept=not counts),
+                inputs.run((args, kwargs), counts=not has_graph) as (args, kwargs),
+            ):
                 return from_buffers(run, *args, **kwargs)
 
         def from_buffers(run: StageRun | None, *args: Any, **kwargs: Any) -> Any:
@@ -176,6 +182,7 @@ class StageBuffers:
                 return forward(*args, **kwargs)
 
         yield from_before
+        inputs.end()
         runs.sum_up({fqn: before.copied(fqn) for fqn in self._summed()})
         self._attributes.end(attributes, form)
         if is_known:

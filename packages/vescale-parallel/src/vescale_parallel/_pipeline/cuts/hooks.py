@@ -8,6 +8,10 @@ out: it runs where all that it is given is there. What depends on the batch alon
 stage. Where the module is a part of this stage, but an argument was computed earlier and not sent,
 the hook runs, and reading that argument is an error that names it.
 
+transformers' hooks that collect hidden states for the model's own forward (a vision tower's, of
+which LLaVA takes one) keep what they are given and read none of it. They see placeholders, too:
+what forward takes of these later crosses the cut by its name.
+
 A hook that was left out elsewhere must not decide what is sent: functions that it calls get no
 names, and replacing a tensor that a later stage takes by its name is refused.
 """
@@ -22,6 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vescale_dtensor import own_variable
+from vescale_parallel._model.copies import collects_outputs
 from vescale_parallel._torch_private import global_forward_hooks, global_forward_pre_hooks, pytree
 
 from .placeholders import Placeholder, PlaceholderUsedError
@@ -81,9 +86,19 @@ def without_global_hooks() -> Iterator[None]:
         _Now.is_outline = before
 
 
+def collected(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Return what stands for a module's output, once hooks that collect outputs have seen it."""
+    for hook in module._forward_hooks.values():
+        if collects_outputs(hook):
+            hook(module, args, output)
+    return output
+
+
 def _wrap(hooks: _Hooks, is_pre: bool) -> dict[int, Callable[..., Any]]:
     """Wrap the hooks of users; return what they were."""
-    users = {key: hook for key, hook in hooks.items() if not _is_own(hook)}
+    users = {
+        key: hook for key, hook in hooks.items() if not (_is_own(hook) or collects_outputs(hook))
+    }
     hooks.update({key: functools.partial(_run, hook, is_pre) for key, hook in users.items()})
     return users
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from vescale_parallel._loss.output import is_loss
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._torch_private import pytree
 
+from .configurations import Setting, Settings
 from .values import Cuts, ObservedValues
 
 # Runs forward with placeholders, in a mode that sees its token means.
@@ -29,6 +30,7 @@ class SeenCall:
         counts_early: Whether a token mean comes before the last stage has called a block: then
             an earlier stage computes it, and needs to know the count, too.
         kept: The name of a scalar that forward keeps on a module, if it does and returns no loss.
+        settings: What forward writes into configurations.
     """
 
     has_loss: bool
@@ -36,6 +38,7 @@ class SeenCall:
     all_cuts: Cuts
     counts_early: bool = False
     kept: str = ""
+    settings: Settings = field(default_factory=dict[Setting, Any])
 
 
 def seen_call(run: Run, last_start: int) -> SeenCall:

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._data_parallel.block_hooks import ready_to_run_again
 from vescale_parallel._loss.token_mean import means_as_now
-from vescale_parallel._model.attributes import Attributes
 from vescale_parallel._model.buffers import Buffers, BuffersBefore
 from vescale_parallel._model.copies import snapshot
+from vescale_parallel._model.several_runs.attributes import Attributes
 from vescale_parallel._plan.recomputation import RecomputeMode
 from vescale_parallel._rng.drawn_again import PythonAndNumpy
 

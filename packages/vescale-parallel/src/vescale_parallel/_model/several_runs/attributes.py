@@ -5,7 +5,8 @@ plain attributes. Every run of a step begins with them as they were before, as i
 buffers, and what the latest run left stays: a counter counts calls of the model. Lists and dicts
 are put back in place, since others may hold them; tensors are put back themselves, as copies if
 they were written to. Objects of a program's own classes, a schedule of a temperature for example,
-are put back likewise, but not what they hold in turn.
+are put back likewise, but not what they hold in turn. Hooks that forward adds, and notes in an
+attribute that it did, are taken away with it: the next run would add them once more.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vescale_parallel._torch_private import version_of
 
+from .added_hooks import Hooks, HooksBefore
+
 Place = tuple[str, str]
+_At = TypeVar("_At")
+_What = TypeVar("_What")
 _OF_TORCH = frozenset(vars(nn.Module()))
 _MISSING = object()
 _LIBRARIES = ("torch", "transformers", "numpy", "vescale")
@@ -187,6 +192,7 @@ class AttributesBefore:
     def __init__(self, of: Attributes) -> None:
         self._modules, self._sizes, self._places = of.modules, of.sizes, of.places
         self._of_modules, self._names, self._of_places = of.of_modules, of.names, of.of_places
+        self._hooks = HooksBefore(self._modules)
         self._values = self._now()
         self._held = {
             index: _Held(value, copied=of.written is None or of.places[index][0] in of.written)
@@ -229,6 +235,15 @@ class AttributesBefore:
                 self._of_places[index][self._names[index]] = self._values[index]
         for (_, name), attributes in self._new():
             del attributes[name]
+        self._hooks.take_away()
+
+    def added_hooks(self) -> Mapping[str, Hooks]:
+        """Return the hooks that were added since, by the modules' names."""
+        return self._hooks.added()
+
+    def add_hooks(self, hooks: Mapping[str, Hooks]) -> None:
+        """Add hooks that were taken away."""
+        self._hooks.add(hooks)
 
     def changes(self) -> dict[Place, _Change]:
         """Return what is not as it was."""
@@ -271,12 +286,13 @@ class AttributesBefore:
     @contextlib.contextmanager
     def back(self, attributes: Attributes) -> Iterator[None]:
         """Have forward find the attributes as they were, without a change to the present ones."""
-        present = attributes.now()
+        present, hooks = attributes.now(), self.added_hooks()
         self.put_back()
         try:
             yield
         finally:
             present.put_back()
+            self.add_hooks(hooks)
 
 
 def _others(now: Sequence[Any], before: Sequence[Any]) -> list[int]:
@@ -317,6 +333,7 @@ class SeveralRuns:
     def __init__(self, attributes: Attributes) -> None:
         self._attributes, self._before = attributes, attributes.now()
         self.left: dict[Place, tuple[int, _Change]] = {}
+        self._hooks: dict[str, tuple[int, Hooks]] = {}
 
     @contextlib.contextmanager
     def run(self, stage: int, *, is_kept: bool) -> Iterator[None]:
@@ -325,14 +342,15 @@ class SeveralRuns:
         try:
             yield
         finally:
-            for at, change in self._before.changes().items() if is_kept else ():
-                if at not in self.left or stage >= self.left[at][0]:
-                    self.left[at] = stage, change
+            if is_kept:
+                _keep(self.left, self._before.changes(), stage)
+                _keep(self._hooks, self._before.added_hooks(), stage)
 
     def end(self) -> None:
         """Have modules hold what the runs left."""
         self._before.put_back()
         self._before.apply({at: change for at, (_, change) in self.left.items()})
+        self._before.add_hooks({fqn: hooks for fqn, (_, hooks) in self._hooks.items()})
         self._attributes.learn(self._before.written)
 
     @property
@@ -343,3 +361,10 @@ class SeveralRuns:
             for at, (_, change) in self.left.items()
             if generator_of(change.now) is not None
         )
+
+
+def _keep(left: dict[_At, tuple[int, _What]], found: Mapping[_At, _What], stage: int) -> None:
+    """Keep what a run left, unless a later stage has left something there."""
+    for at, what in found.items():
+        if at not in left or stage >= left[at][0]:
+            left[at] = stage, what

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -47,8 +47,16 @@ class _Getter:
         return _EncoderByCalls(self._model, self._get(*args, **kwargs))
 
 
+# What an encoder returns, and what the model calls it.
+_OF_MODELS = ("last_hidden_state", "hidden_states", "attentions")
+
+
 class _EncoderByCalls:
-    """Calls the whole model, with one token for the decoder, for what the encoder returns."""
+    """Calls the whole model, with one token for the decoder, for what the encoder returns.
+
+    Hidden states are those that the model returns, since ranks may have parts of them inside of
+    it. What the encoder returns besides, a mask of its positions for example, is its own.
+    """
 
     def __init__(self, model: nn.Module, encoder: nn.Module) -> None:
         self._model, self._encoder = model, encoder
@@ -59,10 +67,19 @@ class _EncoderByCalls:
     def __call__(self, **given: Any) -> Any:
         rows = next(each for each in given.values() if isinstance(each, Tensor))
         token = torch.zeros(len(rows), 1, dtype=torch.long, device=rows.device)
-        made = self._model(**given, decoder_input_ids=token, use_cache=False)
-        kinds = import_module("transformers.modeling_outputs")
-        return kinds.BaseModelOutput(
-            last_hidden_state=made.encoder_last_hidden_state,
-            hidden_states=made.encoder_hidden_states,
-            attentions=made.encoder_attentions,
-        )
+        outputs: list[Any] = []
+        hook = self._encoder.register_forward_hook(lambda *called: outputs.append(called[-1]))
+        try:
+            made = self._model(**given, decoder_input_ids=token, use_cache=False)
+        finally:
+            hook.remove()
+        of_model = {name: made.get(f"encoder_{name}") for name in _OF_MODELS}
+        return _with_fields(outputs[-1] if outputs else None, of_model)
+
+
+def _with_fields(output: Any, fields: Mapping[str, Any]) -> Any:
+    """Return an encoder's output, of its own kind, with these fields in place of its own."""
+    kinds = import_module("transformers.modeling_outputs")
+    if not isinstance(output, kinds.ModelOutput):
+        return kinds.BaseModelOutput(**fields)
+    return type(output)(**{**output, **fields})

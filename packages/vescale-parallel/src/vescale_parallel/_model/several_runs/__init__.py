@@ -1,0 +1,1 @@
+"""State around forward where it runs more often than on one device."""

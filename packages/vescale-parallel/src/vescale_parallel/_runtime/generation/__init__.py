@@ -1,0 +1,1 @@
+"""What generation of transformers does outside of calls of the model."""
