@@ -244,8 +244,8 @@ def _targets_before(right: Any, along: Along, x: Tensor, dim: int) -> Tensor:
     return right(along, x.roll(1, dim), dim)
 
 
-def _gradient_of_part(right: Any, ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad, None
+def _gradient_of_part(right: Any, ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return grad, None, None
 
 
 def _half_gradient(right: Any, x: Tensor, *args: Any) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.optim import SGD
 
-from vescale_parallel._cross_replica.context.attention import blocks, conversions, ring
+from vescale_parallel._cross_replica.context import blocks, conversions
+from vescale_parallel._cross_replica.context.attention import ring
 from vescale_parallel._cross_replica.context.attention.ring import Part
 from vescale_parallel._cross_replica.context.slices import ContextProcesses
 from vescale_parallel._data_parallel.gradient_rows import GradientRows
