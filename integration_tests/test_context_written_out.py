@@ -14,6 +14,7 @@ from vescale_testing import World
 from .contexts import Block, ByHand, batch_of, build
 from .experts import adamw
 from .families import InDouble
+from .matrix import verified
 from .plans import CP, DP, PP, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 from .test_compile_context import check as check_compiled
@@ -73,6 +74,13 @@ def test_besides_other_axes(world4: World, family: str, more: Constraints) -> No
 @pytest.mark.parametrize("family", ["with_buffer", "dropping", "bloom", "bart"])
 def test_slices_of_a_ring(world2: World, family: str) -> None:
     check_any(world2, {CP: 2, METHOD: "ring"}, family)
+
+
+@pytest.mark.slow
+def test_heads_of_torch_s_attention_are_sharded_or_sliced() -> None:
+    cell = verified("encoding", "tp x cp", "float64")
+    assert cell.status == "refused"
+    assert "an nn.MultiheadAttention whose heads tensor_parallel shards" in cell.detail
 
 
 def on_rank_evaluated(family: str, plan: Constraints) -> list[Tensor]:

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
@@ -101,6 +102,14 @@ class AttentionCuts:
     stack: str
 
 
+_by_heads = WeakSet[nn.Module]()
+
+
+def attends_by_heads(module: nn.Module) -> bool:
+    """Whether a module is a layer that computes this rank's heads."""
+    return module in _by_heads
+
+
 def attend_by_heads(
     module: nn.MultiheadAttention, boundary: Boundary, cuts: AttentionCuts
 ) -> None:
@@ -160,6 +169,7 @@ def attend_by_heads(
         return output, weights
 
     module.forward = forward
+    _by_heads.add(module)
     # TransformerEncoderLayer goes round the forward of modules that have no hooks.
     module.register_forward_pre_hook(lambda *_: None)
 

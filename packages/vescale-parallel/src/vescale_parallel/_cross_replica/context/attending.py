@@ -129,18 +129,17 @@ class Attending:
             return None
         attending = (fqn for fqn in slicing.attending if f"{where}.".startswith(f"{fqn}."))
         where, shown = next(attending, where), slicing.shown.modules
-        while where in shown:
+        known = _within(stack, self.watch.token_wise)
+        while where in shown or (where and where not in known):  # lists are called by nobody
             where = where.rpartition(".")[0]
         is_around = any(each.startswith(f"{where}.") for each in shown)
-        is_shown = where in slicing.attending or is_around
-        if where.startswith(f"{stack}.") and is_shown and not error.is_whole:
-            known = _within(stack, self.watch.token_wise)
+        if where and (where in slicing.attending or is_around) and not error.is_whole:
             alike = {fqn for fqn, inner in known.items() if inner == known[where]}
             return self._slicing(slicing.stacks, shown | alike)
         others = slicing.stacks - {stack}
         if not others:
             return None
-        _log.info("blocks of %s run on whole sequences: %r does not run on slices", stack, where)
+        _log.info("blocks of %s run on whole sequences: %s", stack, error)
         return self._slicing(others, shown)
 
 
