@@ -115,9 +115,8 @@ def attend_by_heads(
 ) -> None:
     """Have a layer that holds a rank's shard of the parameters compute this rank's heads."""
     size, rank = boundary.ranks.size, boundary.ranks.rank
-    heads = module.num_heads // size
+    total_heads, heads = module.num_heads, module.num_heads // size
     first = rank * heads
-    total_heads = module.num_heads
 
     @functools.wraps(module.forward)
     def forward(
