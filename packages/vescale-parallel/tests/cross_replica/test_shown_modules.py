@@ -89,6 +89,7 @@ IN_BLOCKS: dict[str, tuple[Function, int]] = {
     "mixed positions": (lambda x, w: BIAS @ (x * w), 1),
     "complex": (_complex, 0),
     "joined": (lambda x, w: torch.cat([x[..., 3:] * w[3:], -x[..., :3]], -1), 0),
+    "joined as by numpy": (lambda x, w: torch.cat([x * w, x], axis=-1), 0),  # pyright: ignore[reportCallIssue]: not in torch's stub
     "stacked": (lambda x, w: torch.stack([x, x * w], 1), 0),
     "with a table": (lambda x, w: torch.cat([x, TABLE.expand(ROWS, -1, -1)], -1), 0),
     "split": (lambda x, w: (x * w).split(2, -1)[1] * x.chunk(3, dim=2)[0], 0),

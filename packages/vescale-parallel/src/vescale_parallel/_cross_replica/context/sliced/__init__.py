@@ -1,1 +1,1 @@
-"""Tensors of which a rank has a slice, and what code behind the blocks computes of them."""
+"""Tensors of which a rank has a slice, and what code in and behind blocks computes of them."""

@@ -75,6 +75,8 @@ _METADATA = {
     Tensor.is_floating_point, Tensor.is_complex, Tensor.get_device, Tensor.element_size,
     Tensor.__hash__, torch.is_floating_point, torch.is_complex, torch.numel, Tensor.stride,
 }  # fmt: skip
+# By which torch's functions take their arguments, too.
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 _OF_SLICE = {"requires_grad", "grad_fn", "is_leaf"}
 _VALUES = {"T", "H", "mH", "data", "real", "imag"}
 
@@ -87,9 +89,10 @@ def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     """
     if (found := _metadata(func, args, kwargs)) is not _UNKNOWN:
         return found
+    named = {_OF_NUMPY.get(name, name): value for name, value in kwargs.items()}
     rule = _RULES.get(func) if args or func in _TOKEN_LOSSES else None
     rule = None if "out" in kwargs else rule
-    if rule is not None and (found := rule(func, args, kwargs)) is not None:
+    if rule is not None and (found := rule(func, args, named)) is not None:
         return found
     name = getattr(func, "__name__", str(func))
     _refuse_writes(name, args, kwargs)
