@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import vescale
 from vescale_testing import World
@@ -81,6 +82,70 @@ def test_heads_of_torch_s_attention_are_sharded_or_sliced() -> None:
     cell = verified("encoding", "tp x cp", "float64")
     assert cell.status == "refused"
     assert "an nn.MultiheadAttention whose heads tensor_parallel shards" in cell.detail
+
+
+class Checkpointed(torch.nn.Module):
+    """A module that runs again in backward."""
+
+    def __init__(self, module: torch.nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.module, self.reentrant = module, reentrant
+
+    def forward(self, x_BSF: Tensor) -> Any:
+        return checkpoint(self.module, x_BSF, use_reentrant=self.reentrant)
+
+
+def on_rank_that_runs_again(family: str, plan: Constraints, reentrant: bool) -> list[Tensor]:
+    """Return the loss and gradients of a model whose attention runs again in backward."""
+    model: Any = build(family)
+    for block in model.blocks:
+        block.attention = Checkpointed(block.attention, reentrant=reentrant)
+    model = vescale.parallelize(make_plan(plan), model) if plan else model
+    torch.manual_seed(0)
+    loss = model(**batch_of(0, 13, ""))
+    loss.backward()
+    return [loss.detach(), *(whole(p.grad) for p in model.parameters())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", ["dropping", "rotating"])
+def test_attention_runs_again_in_backward(world2: World, family: str, reentrant: bool) -> None:
+    expected = on_rank_that_runs_again(family, {}, reentrant)
+    for found in world2.run(on_rank_that_runs_again, family, {CP: 2}, reentrant):
+        for x, alone in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+
+
+def on_rank_in_bfloat16(family: str, plan: Constraints) -> list[Tensor]:
+    """Return the loss and gradients of float32 parameters under autocast."""
+    model: Any = build(family, "eager" if family in EAGER else "sdpa").float()
+    model = vescale.parallelize(make_plan(plan), model) if plan else model
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**batch_of(0, 13, "translation" if family == "t5" else ""))
+    loss = output if isinstance(output, Tensor) else output.loss
+    loss.backward()
+    return [loss.detach().double(), *(whole(p.grad).double() for p in model.parameters())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["with_buffer", "rotating", "bloom", "t5"])
+def test_autocast_is_as_near_to_exact_as_on_one_device(world2: World, family: str) -> None:
+    model: Any = build(family, "eager" if family in EAGER else "sdpa")
+    with InDouble():
+        output = model(**batch_of(0, 13, "translation" if family == "t5" else ""))
+    exact = output if isinstance(output, Tensor) else output.loss
+    exact.backward()
+    expected: list[Any] = [exact.detach(), *(p.grad for p in model.parameters())]
+
+    def distance(found: list[Tensor]) -> float:
+        pairs = zip(found, expected, strict=True)
+        return max(float((x - true).norm() / true.norm()) for x, true in pairs if true.any())
+
+    alone = distance(on_rank_in_bfloat16(family, {}))
+    for found in world2.run(on_rank_in_bfloat16, family, {CP: 2}):
+        # Sums over ranks and fewer rows round elsewhere, not more.
+        assert distance(found) < 1.5 * alone
 
 
 def on_rank_evaluated(family: str, plan: Constraints) -> list[Tensor]:

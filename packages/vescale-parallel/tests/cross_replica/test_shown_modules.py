@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._cross_replica.batches.small_batches import within
 from vescale_parallel._cross_replica.context.guard import ContextGuard
@@ -256,6 +257,16 @@ def test_modules_that_would_run_whole_are_refused_with_the_function_that_does(
 ) -> None:
     with pytest.raises(ValueError, match=f"every rank would compute '{function}' of whole"):
         ContextGuard(Model(make), 2, ids(), draws_by)
+
+
+class CheckpointedWithin(ByHand):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return checkpoint(super().attend, q, k, v, use_reentrant=False)
+
+
+def test_checkpoints_within_what_multiplies_are_refused() -> None:
+    with pytest.raises(ValueError, match="checkpoint around the module that multiplies"):
+        ContextGuard(Model(lambda: CheckpointedWithin(nn.Identity())), 2, ids(), draws_by)
 
 
 class WithTower(Model):

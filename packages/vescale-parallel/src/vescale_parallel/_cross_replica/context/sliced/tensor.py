@@ -26,7 +26,7 @@ from vescale_dtensor import DTensor
 from vescale_parallel._cross_replica.context.conversions import gather_slices, sum_of_ranks
 from vescale_parallel._cross_replica.context.slices import ContextRanks, SequenceSlices
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import Returned
-from vescale_parallel._torch_private import make_wrapper, pytree, unseen_functions
+from vescale_parallel._torch_private import is_in_backward, make_wrapper, pytree, unseen_functions
 
 WHOLE = "use context_parallel.outputs 'whole', with which the head and the loss run on all of it"
 
@@ -61,6 +61,12 @@ class Call:
 
     def refuse_behind_it(self) -> None:
         """Refuse what ranks would have to do together, and one alone may ask for."""
+        if self.is_over and is_in_backward():
+            raise ValueError(
+                "context_parallel: expected torch.utils.checkpoint around the module that "
+                "multiplies queries with keys, or around more, got it within that module; "
+                "checkpoint the module, or use recompute='full'"
+            )
         if self.is_over:
             raise ValueError(
                 "context_parallel: a tensor of which a rank has a slice was kept beyond the call "
