@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from weakref import WeakSet
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -102,14 +102,6 @@ class AttentionCuts:
     stack: str
 
 
-_by_heads = WeakSet[nn.Module]()
-
-
-def attends_by_heads(module: nn.Module) -> bool:
-    """Whether a module is a layer that computes this rank's heads."""
-    return module in _by_heads
-
-
 def attend_by_heads(
     module: nn.MultiheadAttention, boundary: Boundary, cuts: AttentionCuts
 ) -> None:
@@ -157,7 +149,7 @@ def attend_by_heads(
         # In memory time is outermost, as in what torch computes: dropout draws in that order.
         y_LNF = y_NhLD.permute(2, 0, 1, 3).flatten(2)
         y = F.linear(y_LNF if batched else y_LNF.squeeze(1), module.out_proj.weight)
-        output = boundary.leave(y, cut_dim, cuts.stack)
+        output = _of_each_position(boundary.leave, y, cut_dim, cuts.stack)
         if module.out_proj.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]: without bias
             output = output + module.out_proj.bias
         if batch_first:
@@ -168,7 +160,6 @@ def attend_by_heads(
         return output, weights
 
     module.forward = forward
-    _by_heads.add(module)
     # TransformerEncoderLayer goes round the forward of modules that have no hooks.
     module.register_forward_pre_hook(lambda *_: None)
 
@@ -179,22 +170,30 @@ def _whole_weights(
     """Return the attention weights of all heads, or their average."""
     size = boundary.ranks.size
     if average:
-        return boundary.leave(weights_NhLS.mean(1) / size, None, f"{stack}.<weights>")
+        mean_NLS = weights_NhLS.mean(1) / size
+        return _of_each_position(boundary.leave, mean_NLS, None, f"{stack}.<weights>")
     boundary.lengths[f"{stack}.<heads>"] = weights_NhLS.shape[1] * size
-    return boundary.gather(weights_NhLS, 1, f"{stack}.<heads>")
+    return _of_each_position(boundary.gather, weights_NhLS, 1, f"{stack}.<heads>")
+
+
+def _of_each_position(convert: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:
+    """Convert an activation; of a sequence that ranks share, the slice that it has."""
+    if type(x) is Tensor or (on_slice := getattr(x, "of_each_position", None)) is None:
+        return convert(x, *args)
+    return on_slice(lambda local: convert(local, *args))
 
 
 def _entered(
     boundary: Boundary, cuts: AttentionCuts, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Bring what is one tensor in once, so that its gradient is summed once."""
-    held = [(query, boundary.enter(query, cuts.query, cuts.stack))]
+    held = [(query, _of_each_position(boundary.enter, query, cuts.query, cuts.stack))]
 
     def enter(x: Tensor, dim: int | None) -> Tensor:
         for original, already in held:
             if original is x:
                 return already
-        held.append((x, boundary.enter(x, dim, cuts.stack)))
+        held.append((x, _of_each_position(boundary.enter, x, dim, cuts.stack)))
         return held[-1][1]
 
     return held[0][1], enter(key, cuts.key), enter(value, cuts.value)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
-from vescale_parallel._tensor_parallel.attention_heads import attends_by_heads
 from vescale_parallel._torch_private import left_out, pytree
 
 from .leaving import Place, Shapes, part_of_whole
@@ -70,18 +69,7 @@ class ShownModules:
         self._hooked = set[str]()
 
     def show(self, model: nn.Module, shown: Shown, *, besides: Set[str]) -> None:
-        """Have the next calls compute so, in place; ``besides`` are blocks, which do already.
-
-        Raises:
-            ValueError: If there is torch's attention of which tensor parallelism shards the heads.
-        """
-        for fqn in sorted(shown.modules):
-            if any(map(attends_by_heads, model.get_submodule(fqn).modules())):
-                raise ValueError(
-                    f"context_parallel: {fqn!r} is, or has, an nn.MultiheadAttention whose heads "
-                    "tensor_parallel shards, which has no slices of sequences; leave its "
-                    "parameters out of tensor_parallel.sharding_plan, or set one size to 1"
-                )
+        """Have the next calls compute so, in place; ``besides`` are blocks, which do already."""
         for fqn in sorted(shown.modules - self._wrapped - besides):
             module = model.get_submodule(fqn)
             module.forward = left_out(self._of_module(module.forward, fqn), _LEFT_OUT)

@@ -170,6 +170,10 @@ class SlicedTensor(Tensor):
         """Whether its last dim is one of features."""
         return self.along.dim < self.local.ndim - 1
 
+    def of_each_position(self, function: Callable[[Tensor], Tensor]) -> SlicedTensor:
+        """Return what a function computes of it, position by position: that of the slice."""
+        return SlicedTensor.of(function(self.local), self.along)
+
     def to_local(self) -> Tensor:
         """Return this rank's slice."""
         return self.local.to_local() if isinstance(self.local, DTensor) else self.local
