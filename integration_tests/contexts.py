@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**_SIZES, "sliding_window": 4},
     "qwen3": {**_SIZES, "tie_word_embeddings": True},
     "gemma3_text": {**_SIZES, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gemma2": {**_SIZES, "sliding_window": 4, "query_pre_attn_scalar": 8},
     "gpt_oss": {
         **_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4,
     },

@@ -65,6 +65,17 @@ def test_attention_of_other_kinds_in_a_ring_of_four(world4: World, name: str) ->
     check(world4, {CP: 4, **RING}, family, **more)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma2", "t5", "encoder"])
+def test_what_a_ring_does_not_know_attends_to_keys_of_all_ranks(
+    world2: World, family: str
+) -> None:
+    """Soft caps of scores, biases that are trained, dropout within a function of torch's."""
+    attention = "eager" if family == "gemma2" else "sdpa"
+    kind = "translation" if family == "t5" else "padded" if family == "gemma2" else ""
+    check(world2, {CP: 2, **RING}, family, length=13, kind=kind, attention=attention)
+
+
 def on_rank_step(plan: Constraints) -> list[Tensor]:
     """Return the loss and gradients of a step."""
     model, _ = vescale.parallelize(make_plan(plan), build("llama"), adamw)

@@ -1,7 +1,8 @@
-"""Attention of a slice to all of another sequence, as of a decoder to what an encoder returned.
+"""Attention of a slice to all of a sequence, by the model's own function.
 
-Every rank has the other sequence whole, and so its keys and values. It attends to them with its
-own queries, by the model's own function; nothing is sent.
+To another sequence, as of a decoder to what an encoder returned: every rank has it whole, and so
+its keys and values, and nothing is sent. And to the own one where a ring does not know what is
+added to scores, or done with them: keys and values of all ranks are gathered then.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vescale_parallel._cross_replica.context.slices import SequenceSlices
+from vescale_parallel._cross_replica.context.conversions import gather_slices
+from vescale_parallel._cross_replica.context.slices import ContextRanks, SequenceSlices
 
-from .heads import ARGUMENTS
+from .heads import ARGUMENTS, check_slices
+from .intercept import refuse_checkpoint_within
 from .interface import Attends
 
 _ROWS = -2  # the dim of masks and biases (.., queries, keys) that is of queries
@@ -24,10 +28,16 @@ class OfSlices(Attends, Protocol):
     """Attention of slices to their own sequence.
 
     Attributes:
+        ranks: Those that share it.
         slices: Of the sequence that runs.
     """
 
+    ranks: ContextRanks
     slices: SequenceSlices
+
+    def computes(self, mask: Tensor | None, dropout: float, others: Mapping[str, Any]) -> bool:
+        """Whether it knows scores with a mask, dropout, and other arguments."""
+        ...
 
 
 class AttendsAcross:
@@ -56,7 +66,13 @@ class AttendsAcross:
 
     def of_own(self, named: Mapping[str, Any]) -> Tensor:
         """Return ``F.scaled_dot_product_attention`` to the sequence of which these are slices."""
-        return self._attention.scaled_dot_product(**named)
+        mask, dropout = named.get("attn_mask"), named.get("dropout_p", 0.0)
+        if self._attention.computes(mask, dropout, {}):
+            return self._attention.scaled_dot_product(**named)
+        key, value = self._all(named["query"], named["key"], named["value"])
+        mask = self._causal(key) if named.get("is_causal") and mask is None else mask
+        whole = {"key": key, "value": value, "attn_mask": mask, "is_causal": False}
+        return self.to_whole({**named, **whole})
 
     def to_whole(self, named: Mapping[str, Any]) -> Tensor:
         """Return ``F.scaled_dot_product_attention`` to a sequence that every rank has whole."""
@@ -75,7 +91,21 @@ class AttendsAcross:
         self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
     ) -> Any:
         """Return what such a function makes of slices."""
-        return self._attention.of_interface(function, name, *args, **kwargs)
+        module, query, key, value, *others = args
+        mask = others[0] if others else kwargs.get("attention_mask")
+        is_known = name in ("eager", "sdpa")
+        if not is_known or self._attention.computes(mask, kwargs.get("dropout", 0.0), kwargs):
+            return self._attention.of_interface(function, name, *args, **kwargs)
+        key, value = self._all(query, key, value)
+        # Of the two, sdpa makes the mask itself if it is given none.
+        said = kwargs.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if said is None else said
+        if mask is None and name == "sdpa" and is_causal:
+            mask = self._causal(key)
+        named = {name: x for name, x in kwargs.items() if name != "attention_mask"}
+        return self.interface_to_whole(
+            function, module, query, key, value, mask, *others[1:], **named
+        )
 
     def interface_to_whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function of transformers' interface makes of such a sequence."""
@@ -83,6 +113,18 @@ class AttendsAcross:
         mine = [self._rows(x, query) for x in others]
         named = {name: self._rows(x, query) for name, x in kwargs.items()}
         return self._inside(function, module, query, key, value, *mine, **named)
+
+    def _all(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Return the keys and values of all ranks."""
+        ranks, slices = self._attention.ranks, self._attention.slices
+        check_slices((query, key, value), slices, self._rank)
+        refuse_checkpoint_within()
+        return [gather_slices(x, x.ndim - 2, slices, ranks, sums=True) for x in (key, value)]
+
+    def _causal(self, key: Tensor) -> Tensor:
+        """Return which keys one device's queries read, of which ranks have their rows."""
+        length = self._attention.slices.length
+        return torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
 
     def _inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._is_inside = True

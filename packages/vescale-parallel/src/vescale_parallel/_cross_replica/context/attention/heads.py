@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +148,10 @@ class HeadsAttention:
     def wants(self) -> bool:
         """Whether attention that is called now is that of slices."""
         return self._inside is None
+
+    def computes(self, mask: Tensor | None, dropout: float, others: Mapping[str, Any]) -> bool:
+        """Whether it knows scores with these, which the model's own function computes."""
+        return True
 
     def extent(self) -> Extent:
         """Return what this rank has now: of the sequence, or of the heads that attend."""

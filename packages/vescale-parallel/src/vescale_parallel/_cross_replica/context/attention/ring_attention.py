@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -72,12 +72,6 @@ class RingAttention:
                 f"context_parallel: a ring computes the attention functions {_INTERFACE}, got "
                 f"{name!r}; use one of them, or {_USE_HEADS}"
             )
-        for each in ("softcap", "position_bias"):
-            if kwargs.get(each) is not None:
-                raise ValueError(
-                    f"context_parallel: a ring computes no attention with {each!r}, which "
-                    f"{type(module).__name__} gives it; {_USE_HEADS}"
-                )
         is_causal = kwargs.get("is_causal")
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
@@ -99,6 +93,16 @@ class RingAttention:
         """Whether attention that is called now is that of slices."""
         return True
 
+    def computes(self, mask: Tensor | None, dropout: float, others: Mapping[str, Any]) -> bool:
+        """Whether it knows scores with these: no soft caps, nor biases that are trained.
+
+        And it has to know which of one device's draws its dropout is.
+        """
+        if any(others.get(each) is not None for each in ("softcap", "position_bias")):
+            return False
+        is_drawn = not dropout or (self._draws is not None and self._place() is not None)
+        return is_drawn and (mask is None or not mask.requires_grad)
+
     def _attend(
         self,
         query: Tensor,
@@ -114,11 +118,6 @@ class RingAttention:
         check_slices((query, key, value), self.slices, self.ranks.rank)
         refuse_checkpoint_within()
         masks = self._masks(dropout, query) if dropout else None
-        if mask is not None and mask.requires_grad:
-            raise ValueError(
-                "context_parallel: a ring gives no gradient to what is added to the scores of "
-                f"attention, got one of shape {tuple(mask.shape)} that is trained; {_USE_HEADS}"
-            )
         usual = query.shape[-1] ** -0.5
         scoring = Scoring(usual if scale is None else scale, is_causal=bool(is_causal), mask=mask)
         return ring_attention(
