@@ -289,6 +289,23 @@ def test_stacks_that_do_not_run_on_slices_run_whole_before_others() -> None:
     assert found.stacks == {"blocks"}
 
 
+class Pair(nn.Module):
+    """Two lists of blocks, of sequences of two lengths; the first makes positions itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = model_with(Placed), model_with(nn.Identity)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.first(ids[:, :7]).sum(1) + self.second(ids).sum(1)
+
+
+def test_what_differs_is_named_in_sequences_of_every_length() -> None:
+    found = proven_slicing(Pair(), {"ids": ids()}, 2, draws_by=draws_by, training=True)
+    assert found.stacks == {"first.blocks", "second.blocks"}
+    assert found.shown.modules == {"first.blocks.0", "first.blocks.1"}
+
+
 class Largest(TorchDispatchMode):
     """Notes the most elements of what is made with as many columns as there are positions."""
 

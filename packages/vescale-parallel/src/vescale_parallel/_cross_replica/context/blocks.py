@@ -63,6 +63,7 @@ class SlicedBlocks:
         slicing: What the call that runs slices.
         stacks: Names of those that may compute on slices.
         behind: What computes on slices behind them.
+        slices_of: Of the sequence of each stack that ran.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class SlicedBlocks:
         self._interception = Interception(AttendsSliced(across), compiled=compiled)
         self.slicing = Slicing()
         self.stacks: tuple[str, ...] = ()
+        self.slices_of: dict[str, SequenceSlices] = {}
         self.runs_short_ones = True
         self._open: str | None = None
         self._num_opened = 0
@@ -324,6 +326,7 @@ class SlicedBlocks:
     def _open_stack(self, stack: str, x: Tensor) -> None:
         length, size = x.shape[1], self._ranks.size
         self._attention.slices = SequenceSlices.over(length, size, self._method)
+        self.slices_of[stack] = self._attention.slices
         self._open = stack
         self._num_opened += 1
         self._state = None if self.slicing.draws else generator_state()

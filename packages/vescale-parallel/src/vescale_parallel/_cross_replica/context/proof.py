@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -155,9 +155,9 @@ def _compared(
     discard(whole)
 
     def is_worth_it(tried: Slicing) -> bool:
-        ranks = on_ranks(given, tried)
-        _check_runs(reference, tried, *ranks)
-        return not any(each.gathered_large for each in ranks[0])
+        runs, _ = on_ranks(given, tried)
+        _check_runs(reference, tried, runs)
+        return not any(each.gathered_large for each in runs)
 
     found = _proven_behind(slicing, is_worth_it) if behind else None
     if found is None:
@@ -186,12 +186,10 @@ def _proven_behind(slicing: Slicing, is_worth_it: Callable[[Slicing], bool]) -> 
     return None
 
 
-def _check_runs(
-    reference: _Ran, slicing: Slicing, runs: Sequence[_Ran], slices: SequenceSlices
-) -> None:
+def _check_runs(reference: _Ran, slicing: Slicing, runs: Sequence[_Ran]) -> None:
     """Refuse what ranks returned, or drew, if it is not one device's."""
     notes, end = [each.notes for each in runs], reference.end.torch
-    culprit = _first_difference(reference.notes, notes, slices, slicing.stacks)
+    culprit = _first_difference(reference.notes, notes, runs[0].slices)
     _compare(reference.results, [each.results for each in runs], culprit)
     others = (first_other(reference.state, each.state, slicing.stacks) for each in runs)
     if (other := next(filter(None, others), None)) is not None:
@@ -210,7 +208,9 @@ def _check_runs(
 class _Ran:
     """What a rank returned, what its modules did and keep, and where its generators are then.
 
-    And whether code behind the blocks gathered what is larger than what left them.
+    Attributes:
+        gathered_large: Whether code behind the blocks gathered what is larger than what left them.
+        slices: Of the sequence of each stack.
     """
 
     results: Results
@@ -218,6 +218,7 @@ class _Ran:
     end: States
     state: State
     gathered_large: bool = False
+    slices: Mapping[str, SequenceSlices] = field(default_factory=dict[str, SequenceSlices])
 
 
 def _on_ranks(
@@ -263,7 +264,8 @@ def _on_ranks(
         found.append(blocks.slices)
         state = state_of(local, written)
         discard(local)
-        return _Ran(result, notes, states_of_generators(), state, blocks.behind.gathered_large)
+        large, slices = blocks.behind.gathered_large, blocks.slices_of
+        return _Ran(result, notes, states_of_generators(), state, large, slices)
 
     try:
         runs = run_in_threads(size, on_rank, draw_alike=True)
@@ -304,12 +306,13 @@ def _same_gradient(found: Tensor | None, expected: Tensor | None) -> bool:
 
 
 def _first_difference(
-    seen: Notes, notes: Sequence[Notes], slices: SequenceSlices, stacks: frozenset[str]
+    seen: Notes, notes: Sequence[Notes], of_stacks: Mapping[str, SequenceSlices]
 ) -> str | None:
     """Return the first module in blocks, as they end, whose slices are not those of the whole."""
-    inside = tuple(f"{stack}." for stack in stacks)
     for fqn, whole in seen.items():
-        if not fqn.startswith(inside) or whole.dim() < 2 or whole.shape[1] != slices.length:
+        inside = (slices for stack, slices in of_stacks.items() if fqn.startswith(f"{stack}."))
+        slices = next(inside, None)
+        if slices is None or whole.dim() < 2 or whole.shape[1] != slices.length:
             continue
         parts = [slices.part(whole, 1, rank) for rank in range(len(notes))]
         if any(

@@ -91,9 +91,11 @@ class ShownModules:
     def call(self, fqn: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a module makes of this rank's slices: of sliced tensors, if it is shown."""
         shown, slices = self._now()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if fqn not in shown.modules or any(isinstance(x, SlicedTensor) for x in leaves):
+        if fqn not in shown.modules:
             return forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if any(isinstance(x, SlicedTensor) for x in leaves):
+            return forward(*args, **kwargs)  # within another one
         call = Call(_NO_LIMIT, lambda: None)
         along = Along(1, 1, slices, self._ranks, call, computed, in_blocks=True)
         leaves = [self._sliced(shown, fqn, at, x, along) for at, x in enumerate(leaves)]
