@@ -131,9 +131,9 @@ class ShownModules:
         found = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SlicedTensor)]
         shown, _slices = self._now()
         if len(found) != 1 or fqn not in shown.token_wise or not found[0].is_row_wise:
-            given.append(None)
+            given[:] = [None]
             return None
-        given.append((found[0].along, found[0].local.shape))
+        given[:] = [(found[0].along, found[0].local.shape)]  # what raised left its own behind
         return pytree.tree_map_only(SlicedTensor, lambda x: x.local, (args, kwargs))
 
     def _after(self, fqn: str, given: list[Any], _: nn.Module, args: Any, output: Any) -> Any:
