@@ -124,8 +124,8 @@ def save_around(path: str) -> None:
     vescale.parallelize(make_plan({}), model).save_pretrained(path)
 
 
-def test_a_model_that_wraps_save_pretrained_is_saved(tmp_path: Path) -> None:
-    save_around(str(tmp_path))
+def test_a_model_that_wraps_save_pretrained_is_saved(world1: World, tmp_path: Path) -> None:
+    world1.run(save_around, str(tmp_path))
     assert (tmp_path / "config.json").exists()
     found = load_file(tmp_path / "model.safetensors")
     assert "model.embed_tokens.weight" in found
