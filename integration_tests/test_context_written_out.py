@@ -34,6 +34,11 @@ def check_any(world: World, plan: Constraints, family: str, kind: str = "") -> N
     check(world, plan, family, length=13, kind=kind, attention=attention)
 
 
+def same(x: Tensor, alone: Tensor) -> None:
+    """Compare in float64 with one device, which sums in another order than ranks do."""
+    torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*BY_HAND])
 def test_models_by_hand_train_as_on_one_device(world2: World, family: str) -> None:
@@ -113,7 +118,7 @@ def test_attention_runs_again_in_backward(world2: World, family: str, reentrant:
     expected = on_rank_that_runs_again(family, {}, reentrant)
     for found in world2.run(on_rank_that_runs_again, family, {CP: 2}, reentrant):
         for x, alone in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+            same(x, alone)
 
 
 def on_rank_in_bfloat16(family: str, plan: Constraints) -> list[Tensor]:
@@ -169,7 +174,7 @@ def test_evaluation_is_that_of_one_device(world2: World, family: str) -> None:
     expected = on_rank_evaluated(family, {})
     for found in world2.run(on_rank_evaluated, family, {CP: 2}):
         for x, alone in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+            same(x, alone)
 
 
 @pytest.mark.slow
@@ -217,7 +222,7 @@ def test_lengths_of_encoder_and_decoder_agree_by_chance(world2: World) -> None:
     expected = on_rank_with_a_frozen_encoder({})
     for found in world2.run(on_rank_with_a_frozen_encoder, {CP: 2}):
         for x, alone in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+            same(x, alone)
 
 
 class Averaging(Block):
@@ -246,7 +251,7 @@ def test_blocks_themselves_multiply_positions(world2: World) -> None:
     expected = on_rank_in_the_block({})
     for found in world2.run(on_rank_in_the_block, {CP: 2}):
         for x, alone in zip(found, expected, strict=True):
-            torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
+            same(x, alone)
 
 
 @pytest.mark.slow

@@ -154,6 +154,7 @@ def test_functions_within_blocks_are_of_a_rank_s_positions(
     (whole * cotangent(whole)).sum().backward()
     found = run_in_threads(size, lambda rank, threads: on_rank(function, method, threads, rank))
     slices = SequenceSlices.over(LENGTH, size, method)
+    # Products of fewer rows, and sums over ranks, round in another order.
     for rank, (local, dim, *_, count) in enumerate(found):
         torch.testing.assert_close(local, slices.part(whole, dim, rank), rtol=1e-12, atol=1e-12)
         assert count == num_gathered

@@ -78,14 +78,7 @@ class _Gather(torch.autograd.Function):
         return keep_slice(grad, *ctx.given) * ranks.size, None, None, None
 
 
-class _GatherParts(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks
-    ) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.given = dim, slices, ranks
-        return slices.whole(ranks.all_gather(x, dim, slices.sizes), dim)
-
+class _GatherParts(_Gather):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dim, slices, ranks = ctx.given
