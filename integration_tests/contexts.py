@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import vescale
 from vescale_dtensor import GatherWarning
 
-from . import written_attention
+from . import joint_attention, written_attention
 from .experts import Trained, adamw
 from .families import InDouble
 from .listed_experts import HIDDEN, OldMixtral
@@ -164,6 +165,11 @@ class ExpertsByHand(nn.Module):
 
 _BY_HAND: dict[str, Callable[[], nn.Module]] = {
     **written_attention.BY_HAND,
+    **joint_attention.BY_HAND,
+    **{
+        name: functools.partial(written_attention.Causal, make)
+        for name, make in joint_attention.ATTENTION.items()
+    },
     "by_hand": ByHand,
     "experts_by_hand": ExpertsByHand,
 }

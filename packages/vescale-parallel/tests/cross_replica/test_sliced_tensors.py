@@ -84,6 +84,9 @@ ON_SLICES: dict[str, Function] = {
     "rejoined": lambda x, w, y: (
         (x.reshape(-1, FEATURES).view(ROWS, -1, FEATURES)[:, 1:] * w).square().sum()
     ),
+    "parts": lambda x, w, y: (
+        sum((each.sum(1).square().sum() for each in x.split(2, 1)), x.new_zeros(()))
+    ),
     "counted": lambda x, w, y: x.sum() * (x.argmax(-1) == y).sum() + x.shape[1] * x.size(-1),
     "in place": _in_place,
     "written": _written_alike,
@@ -95,9 +98,6 @@ GATHERED: dict[str, Function] = {
     "a place": lambda x, w, y: (x[:, 0] * w).sum() + x[:, -1].square().sum(),
     "steps": lambda x, w, y: x[:, ::2].square().sum(),
     "chosen": lambda x, w, y: x[MASK].square().sum(),
-    "parts": lambda x, w, y: (
-        sum((each.sum(1).square().sum() for each in x.split(2, 1)), x.new_zeros(()))
-    ),
     "added up": lambda x, w, y: x.cumsum(1).square().sum(),
     "sorted": lambda x, w, y: x.sort(1).values[:, 2].sum(),
     "along": lambda x, w, y: x.softmax(1).square().sum() + x.max(),

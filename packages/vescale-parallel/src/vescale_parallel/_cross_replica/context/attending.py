@@ -106,6 +106,7 @@ class Attending:
             {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1},
             leaving=Leaving(watch.returned),
             behind=behind if behind.stack in stacks else Behind(),
+            returned_at=watch.returned_at,
             last=watch.last,
             unequal=frozenset(watch.unequal),
             shown=shown_modules(shown, watch.token_wise, watch.given, self.base),

@@ -44,7 +44,7 @@ from .draws import DrawnDim, DrawsSlices
 from .leaving import around_one_stack
 from .shown import ShownModules
 from .slices import ContextRanks, Method, SequenceSlices
-from .slicing import Slicing
+from .slicing import Slicing, activation_of
 from .written import Combination, Place, WholeWrites
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -119,7 +119,7 @@ class SlicedBlocks:
 
         ``leaves`` are of what the block is called with, of whole sequences still.
         """
-        stack, index = self._within.get(fqn), _activation(leaves)
+        stack, index = self._within.get(fqn), activation_of(leaves)
         if stack is None or index is None or stack not in self.slicing.stacks:
             return
         self._slice_no_short_one(leaves)
@@ -245,9 +245,9 @@ class SlicedBlocks:
             if is_first:
                 self._slice_no_short_one(pytree.tree_leaves((args, kwargs)))
             if stack not in self.slicing.stacks:
-                return self._returned(forward(*args, **kwargs), None, is_last=False)
+                return self._returned(forward(*args, **kwargs), None, stack, is_last=False)
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            index = _activation(leaves)
+            index = activation_of(leaves)
             if index is None or leaves[index].dim() < _ROWS:
                 raise ValueError(
                     f"context_parallel: expected {fqn!r} to be called with activations (batch, "
@@ -268,7 +268,7 @@ class SlicedBlocks:
                     leaves[at] = keep_slice(leaf, dim, self.slices, self._ranks)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             output = self._shown.call(fqn, attend, args, kwargs)
-            return self._returned(output, fqn, is_last=is_last)
+            return self._returned(output, fqn, stack, is_last=is_last)
 
         return run
 
@@ -313,7 +313,7 @@ class SlicedBlocks:
 
         Gradients are those of the whole on every rank then, and so is their average.
         """
-        index, fewest = _activation(leaves), _FEWEST * self._ranks.size
+        index, fewest = activation_of(leaves), _FEWEST * self._ranks.size
         if index is None or leaves[index].dim() < _ROWS or leaves[index].shape[1] >= fewest:
             return
         if not self.runs_short_ones:
@@ -339,20 +339,27 @@ class SlicedBlocks:
                 "model was compared with one device; set dropout before the model is parallelized"
             )
 
-    def _returned(self, output: Any, fqn: str | None, *, is_last: bool) -> Any:
+    def _returned(self, output: Any, fqn: str | None, stack: str, *, is_last: bool) -> Any:
         """Return what a block returns; the last one, the whole sequence of its activation.
 
         And whole what else a block returns that computed on a slice, which is named then.
         """
         leaves, spec = pytree.tree_flatten(output)
-        index = _activation(leaves)
+        index = self.slicing.activation(stack, leaves)
         if fqn is not None:
             refuse_shut_output(fqn, output, "context_parallel")
-            found, sums = (self.slices, self._ranks), self._has_parts(self._open)
+            found, sums = (self.slices, self._ranks), self._has_parts(stack)
             self.slicing.leaving.gather(fqn, leaves, *found, activation=index, sums=sums)
-        stack = self._open
         if is_last:
             self._close_stack()
+        if index is not None and is_last:
+            own = self.slices.sizes[self._ranks.rank]
+            if leaves[index].dim() < _ROWS or leaves[index].shape[1] != own:
+                raise ValueError(
+                    f"context_parallel: {fqn!r} returned activations of shape "
+                    f"{tuple(leaves[index].shape)}, not this rank's {own} of "
+                    f"{self.slices.length} positions"
+                )
         if index is not None and is_last and not self._stays_sliced(stack):
             found, sums = (self.slices, self._ranks), self._has_parts(stack)
             leaves[index] = gather_slices(leaves[index], 1, *found, sums=sums)
@@ -383,8 +390,3 @@ class _BackThrough(torch.autograd.Function):
 def name_of(stack: Sequence[str]) -> str:
     """Return the name of a stack of blocks."""
     return stack[0].rpartition(".")[0]
-
-
-def _activation(leaves: Sequence[Any]) -> int | None:
-    found = (i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point())
-    return next(found, None)

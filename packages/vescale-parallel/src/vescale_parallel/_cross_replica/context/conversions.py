@@ -42,8 +42,26 @@ def gather_slices(
     ``sums`` says that ranks compute different parts of the whole's gradient, as where each of them
     attends with its own queries; they are summed then.
     """
+    if slices.shared:
+        return _gather_between(x, dim, slices, ranks, sums=sums)
     gather = _GatherParts if sums else _Gather
     return gather.apply(x, dim, slices, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+
+
+def _gather_between(
+    x: Tensor, dim: int, slices: SequenceSlices, ranks: ContextRanks, *, sums: bool
+) -> Tensor:
+    """Gather what ranks have apart, between what every rank has, which stays its own."""
+    mine = slices.ranges[ranks.rank]
+    parts = [*zip(mine, x.split([end - first for first, end in mine], dim), strict=True)]
+    shared = {each: part for each, part in parts if each in slices.shared}
+    own = [part for each, part in parts if each not in shared] or [x.narrow(dim, 0, 0)]
+    rest = gather_slices(torch.cat(own, dim), dim, slices.apart(), ranks, sums=sums)
+    found, place, at = list[Tensor](), 0, 0
+    for first, end in slices.shared:
+        found += [rest.narrow(dim, at, first - place), shared[first, end]]
+        at, place = at + first - place, end
+    return torch.cat([*found, rest.narrow(dim, at, rest.shape[dim] - at)], dim)
 
 
 def to_heads(

@@ -26,7 +26,7 @@ from vescale_parallel._torch_private import left_out, pytree
 
 from .leaving import Place, Shapes, part_of_whole
 from .sliced.rules import computed
-from .sliced.tensor import Along, Call, SlicedTensor, WholeError
+from .sliced.tensor import Along, Call, SlicedTensor, WholeError, gathered
 from .slices import ContextRanks, SequenceSlices
 
 _log = package_logger("vescale.parallel")
@@ -101,12 +101,13 @@ class ShownModules:
         leaves = [self._sliced(shown, fqn, at, x, along) for at, x in enumerate(leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         output = forward(*args, **kwargs)
+        if any(isinstance(x, SlicedTensor) for x in leaves):
+            output = _of_slices(output, along)
         call.is_over = True
         if call.gathered_by and fqn not in self._told and self._ranks.rank == 0:
             self._told.add(fqn)
             _log.info("%s computes %s of whole sequences on every rank", fqn, _names(call))
-        is_sliced = any(isinstance(x, SlicedTensor) for x in leaves)
-        return _of_slices(output, call) if is_sliced else output
+        return output
 
     def _sliced(self, shown: Shown, fqn: str, at: int, x: Any, along: Along) -> Any:
         place = (fqn, at, x.dim()) if isinstance(x, Tensor) else None
@@ -149,19 +150,27 @@ class ShownModules:
         return SlicedTensor.of(output, along)
 
 
-def _of_slices(output: Any, call: Call) -> Any:
+def _of_slices(output: Any, along: Along) -> Any:
     """Return what a module computed, as plain tensors of this rank's slice.
 
     Raises:
-        WholeError: If its activation is no slice.
+        WholeError: If it returns no slice of activations.
     """
     leaves, spec = pytree.tree_flatten(output)
-    first = next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
-    is_slice = isinstance(first, SlicedTensor) and (first.along.dim, first.along.count) == (1, 1)
-    if first is not None and not is_slice:
-        raise WholeError(_names(call) or "what it returns")
-    leaves = [x.local if isinstance(x, SlicedTensor) else x for x in leaves]
+    given = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    slices = (x.along for x in given if isinstance(x, SlicedTensor))
+    if given and not any((each.dim, each.count) == (1, 1) for each in slices):
+        raise WholeError(_names(along.call) or "what it returns")
+    leaves = [_of_stack(x, along) if isinstance(x, SlicedTensor) else x for x in leaves]
     return pytree.tree_unflatten(leaves, spec)
+
+
+def _of_stack(x: SlicedTensor, along: Along) -> Tensor:
+    """Return a plain tensor: a slice of the sequence of the stack, or the whole of another one."""
+    if x.along.slices.is_like(along.slices):
+        return x.local
+    found, here = gathered(x), along.at(x.along.dim, x.along.count)
+    return here.part(found, here.dim) if found.shape[here.dim] == here.length else found
 
 
 def _names(call: Call) -> str:

@@ -58,7 +58,8 @@ class SequenceSlices:
     """Which positions of a sequence each rank has.
 
     Attributes:
-        ranges: Of each rank, in the order in which it holds them.
+        ranges: Of each rank, in the order in which it holds them. A range is one rank's, or every
+            rank's: of two sequences one behind the other, one may be whole on all of them.
     """
 
     ranges: tuple[tuple[Range, ...], ...]
@@ -90,7 +91,53 @@ class SequenceSlices:
     @cached_property
     def length(self) -> int:
         """How many positions there are."""
-        return sum(self.sizes)
+        return max(end for ranges in self.ranges for _, end in ranges)
+
+    @cached_property
+    def shared(self) -> list[Range]:
+        """The positions that every rank has."""
+        found = set[Range].intersection(*map(set[Range], self.ranges))
+        return sorted((first, end) for first, end in found if first < end)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every rank has all of it."""
+        return sum(end - first for first, end in self.shared) == self.length
+
+    @cached_property
+    def _merged(self) -> list[list[Range]]:
+        """The ranges of each rank, as few as there can be of those that are its own."""
+        merged = list[list[Range]]()
+        for ranges in self.ranges:
+            found = list[Range]()
+            for each in ranges:
+                apart = each in self.shared or (found and found[-1] in self.shared)
+                if found and not apart and found[-1][1] == each[0]:
+                    found[-1] = found[-1][0], each[1]
+                elif each[0] < each[1]:
+                    found.append(each)
+            merged.append(found)
+        return merged
+
+    def is_like(self, other: SequenceSlices) -> bool:
+        """Whether ranks have the same positions of two sequences, in the same order."""
+        return self is other or self._merged == other._merged
+
+    def apart(self) -> SequenceSlices:
+        """Return what ranks have of the positions that are not every rank's, put together.
+
+        Example:
+            >>> SequenceSlices((((0, 4), (4, 7)), ((0, 4), (7, 9)))).apart().ranges
+            (((0, 3),), ((3, 5),))
+        """
+
+        def kept(place: int) -> int:
+            return place - sum(end - first for first, end in self.shared if first < place)
+
+        own = ([each for each in ranges if each not in self.shared] for ranges in self.ranges)
+        return SequenceSlices(
+            tuple(tuple((kept(a), kept(b)) for a, b in ranges) or ((0, 0),) for ranges in own)
+        )
 
     def part(self, x: Tensor, dim: int, rank: int) -> Tensor:
         """Return a rank's slice of a tensor that has the whole sequence along ``dim``."""
@@ -108,8 +155,9 @@ class SequenceSlices:
         def kept(place: int) -> int:
             return min(max(place, first), end) - first
 
+        left = ([(kept(a), kept(b)) for a, b in ranges] for ranges in self.ranges)
         return SequenceSlices(
-            tuple(tuple((kept(a), kept(b)) for a, b in ranges) for ranges in self.ranges)
+            tuple(tuple(each for each in ranges if each[0] < each[1]) or ((0, 0),) for ranges in left)
         )
 
     def narrow(self, x: Tensor, dim: int, rank: int, first: int, end: int) -> Tensor:

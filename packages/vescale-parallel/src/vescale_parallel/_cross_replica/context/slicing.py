@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,8 @@ class Slicing:
         leaving: What blocks return, or is collected in them, beside their activations.
         behind: What runs on slices behind the last stack.
         written: How what modules in them write becomes that of whole sequences.
+        returned_at: By stack, the place among what a block returns of the activation that the next
+            one is given, where it is not the first.
         last: Name of the stack that ran last, behind which no blocks read what it returns.
         unequal: Of the modules that attend, those with keys of another length than queries.
         across: Whether a module attends to another sequence than its own.
@@ -49,6 +51,7 @@ class Slicing:
     leaving: Leaving = field(default_factory=Leaving)
     behind: Behind = field(default_factory=Behind)
     written: Mapping[Place, Combination] = field(default_factory=dict[Place, Combination])
+    returned_at: Mapping[str, int] = field(default_factory=dict[str, int])
     last: str | None = None
     unequal: frozenset[str] = frozenset()
     across: dict[str, bool] = field(default_factory=dict[str, bool])
@@ -58,6 +61,13 @@ class Slicing:
     def drawing(self) -> frozenset[str]:
         """Modules that draw."""
         return frozenset(fqn for fqn, *_ in self.draws)
+
+    def activation(self, stack: str, leaves: Sequence[Any]) -> int | None:
+        """Return the place of the activation among what a block of a stack returns."""
+        at = self.returned_at.get(stack)
+        if at is not None and at < len(leaves) and is_activation(leaves[at]):
+            return at
+        return activation_of(leaves)
 
     def dim(self, fqn: str, place: int, x: Any, length: int, is_whole: bool = False) -> int | None:
         """Return the dim that a block slices of what it is given; none of what ``is_whole``.
@@ -76,3 +86,13 @@ class Slicing:
                 f"device, got shape {tuple(x.shape)}"
             )
         return found
+
+
+def activation_of(leaves: Iterable[Any]) -> int | None:
+    """Return the place of the first activation among leaves, None if there is none."""
+    return next((at for at, x in enumerate(leaves) if is_activation(x)), None)
+
+
+def is_activation(x: Any) -> bool:
+    """Whether something may be activations."""
+    return isinstance(x, Tensor) and x.is_floating_point()

@@ -25,6 +25,9 @@ from .behind import WatchBehind, is_token_wise
 from .blocks import name_of
 from .draws import DrawKey, WholeDraw
 from .leaving import Place, around_one_stack, shapes_of
+from .slicing import activation_of, is_activation
+
+_ROWS = 3  # dims of activations (batch, sequence, features)
 
 
 class ForwardWatch:
@@ -38,6 +41,7 @@ class ForwardWatch:
         in_attention: Which draws these modules had attention make, by module.
         returned: Shapes of what blocks returned, and modules around them.
         unequal: Of these modules, those with keys of another length than queries.
+        returned_at: By stack, the place among what a block returned of what the next was given.
         last: The name of the stack that ran last.
         multiplying: By block, the innermost modules that multiplied activations with each other,
             as attention that is written out does.
@@ -54,13 +58,15 @@ class ForwardWatch:
         self.in_attention: dict[str, set[tuple[str, int]]] = {}
         self.returned: dict[Place, tuple[int, ...]] = {}
         self.unequal: set[str] = set()
+        self.returned_at: dict[str, int] = {}
         self.last: str | None = None
         self.multiplying: dict[str, set[str]] = {}
         self.given: dict[Place, tuple[int, ...]] = {}
         self.token_wise: dict[str, bool] = {}
         self.behind = WatchBehind()
         self._block: str | None = None
-        self._length = 0
+        self._lengths = set[int]()  # of the sequences that a block is given, and of all joined
+        self._left: list[Any] = []  # what the last block returned
         self._stack: str | None = None
         self._attends: str | None = None
         # Modules that run, each with how often it has drawn.
@@ -100,7 +106,7 @@ class ForwardWatch:
 
     def _note_product(self, factors: Sequence[Tensor]) -> None:
         """Note one with the positions of the block in a dim, which experts have in none."""
-        has_positions = any(self._length in x.shape for x in factors)
+        has_positions = any(self._lengths & {*x.shape} for x in factors)
         if self._block is not None and self._attends is None and has_positions:
             self.multiplying.setdefault(self._block, set()).add(self._within[-1][0])
 
@@ -139,16 +145,23 @@ class ForwardWatch:
                 self._stack = name_of(stack)
             self._block = fqn
             leaves = pytree.tree_leaves((args, kwargs))
-            given = (x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
-            first = next(given, None)
-            self._length = first.shape[1] if first is not None and first.ndim > 1 else 0
+            at = activation_of(leaves)
+            first = None if at is None else leaves[at]
+            lengths = [x.shape[1] for x in leaves if is_activation(x) and x.ndim == _ROWS]
+            own = {first.shape[1]} if first is not None and first.ndim > 1 else set[int]()
+            self._lengths = own | {sum(lengths)} if lengths else own
+            places = [at for at, x in enumerate(self._left) if x is first and x is not None]
+            if places and fqn != stack[0]:
+                self.returned_at.setdefault(name_of(stack), places[0])
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
-            self._block = None
+            self._block, self._left = None, pytree.tree_leaves(output)
             self._note_returned(fqn, _, args, output)
             if fqn == stack[-1]:
                 self._stack, self.last = None, name_of(stack)
-                self.behind.end_stack(name_of(stack), fqn, output)
+                at = self.returned_at.get(name_of(stack), 0)
+                self.behind.end_stack(name_of(stack), fqn, self._left[at:] or self._left)
+                self._left = []
 
         block.register_forward_pre_hook(begin, with_kwargs=True)
         block.register_forward_hook(end)

@@ -54,6 +54,11 @@ class AttendsAcross:
         self._attention, self._rank, self._is_across = attention, rank, is_across
         self._is_inside = False
 
+    @property
+    def slices(self) -> SequenceSlices:
+        """Of the sequence of the stack that runs."""
+        return self._attention.slices
+
     def wants(self) -> bool:
         """Whether attention that is called now is to be computed here."""
         return not self._is_inside and self._attention.wants()
@@ -70,14 +75,19 @@ class AttendsAcross:
         if self._attention.computes(mask, dropout, {}):
             return self._attention.scaled_dot_product(**named)
         key, value = self._all(named["query"], named["key"], named["value"])
-        mask = self._causal(key) if named.get("is_causal") and mask is None else mask
-        whole = {"key": key, "value": value, "attn_mask": mask, "is_causal": False}
-        return self.to_whole({**named, **whole})
+        return self.to_whole({**named, "key": key, "value": value})
 
-    def to_whole(self, named: Mapping[str, Any]) -> Tensor:
-        """Return ``F.scaled_dot_product_attention`` to a sequence that every rank has whole."""
-        mask = self._rows(named.get("attn_mask"), named["query"])
-        return self._inside(F.scaled_dot_product_attention, **{**named, "attn_mask": mask})
+    def to_whole(self, named: Mapping[str, Any], slices: SequenceSlices | None = None) -> Tensor:
+        """Return ``F.scaled_dot_product_attention`` to a sequence that every rank has whole.
+
+        ``slices`` are of the queries, if not of the sequence of the stack that runs.
+        """
+        slices, mask = slices or self.slices, named.get("attn_mask")
+        if named.get("is_causal") and mask is None:
+            mask = _causal(slices, named["key"])
+        mine = None if mask is None else self._rows_of(mask, slices)
+        given = {**named, "attn_mask": mine, "is_causal": False}
+        return self._inside(F.scaled_dot_product_attention, **given)
 
     def of_interface(
         self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
@@ -101,7 +111,7 @@ class AttendsAcross:
         said = kwargs.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if said is None else said
         if mask is None and name == "sdpa" and is_causal:
-            mask = self._causal(key)
+            mask = _causal(self.slices, key)[None, None]
         named = {name: x for name, x in kwargs.items() if name != "attention_mask"}
         return self.interface_to_whole(
             function, module, query, key, value, mask, *others[1:], **named
@@ -110,21 +120,16 @@ class AttendsAcross:
     def interface_to_whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function of transformers' interface makes of such a sequence."""
         module, query, key, value, *others = args
-        mine = [self._rows(x, query) for x in others]
-        named = {name: self._rows(x, query) for name, x in kwargs.items()}
+        mine = [self._rows(x, query, self.slices) for x in others]
+        named = {name: self._rows(x, query, self.slices) for name, x in kwargs.items()}
         return self._inside(function, module, query, key, value, *mine, **named)
 
     def _all(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return the keys and values of all ranks."""
-        ranks, slices = self._attention.ranks, self._attention.slices
+        ranks, slices = self._attention.ranks, self.slices
         check_slices((query, key, value), slices, self._rank)
         refuse_checkpoint_within()
         return [gather_slices(x, x.ndim - 2, slices, ranks, sums=True) for x in (key, value)]
-
-    def _causal(self, key: Tensor) -> Tensor:
-        """Return which keys one device's queries read, of which ranks have their rows."""
-        length = self._attention.slices.length
-        return torch.ones(length, length, dtype=torch.bool, device=key.device).tril()
 
     def _inside(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._is_inside = True
@@ -133,9 +138,18 @@ class AttendsAcross:
         finally:
             self._is_inside = False
 
-    def _rows(self, x: Any, query: Tensor) -> Any:
+    def _rows(self, x: Any, query: Tensor, slices: SequenceSlices) -> Any:
         """Return what of a mask or bias (.., queries, keys) is of this rank's queries."""
-        slices = self._attention.slices
-        if not isinstance(x, Tensor) or x.ndim < query.ndim - 1 or x.shape[_ROWS] == 1:
-            return x
-        return slices.part(x, x.ndim + _ROWS, self._rank) if x.shape[_ROWS] == slices.length else x
+        is_mask = isinstance(x, Tensor) and x.ndim >= query.ndim - 1
+        return self._rows_of(x, slices) if is_mask else x
+
+    def _rows_of(self, mask: Tensor, slices: SequenceSlices) -> Tensor:
+        if mask.ndim < -_ROWS or mask.shape[_ROWS] != slices.length:
+            return mask
+        return slices.part(mask, mask.ndim + _ROWS, self._rank)
+
+
+def _causal(slices: SequenceSlices, key: Tensor) -> Tensor:
+    """Return which keys one device's queries read, of which ranks have their rows."""
+    shape = slices.length, key.shape[-2]
+    return torch.ones(*shape, dtype=torch.bool, device=key.device).tril()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -38,37 +39,55 @@ class AttendsSliced:
     def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Tensor:
         """Stand for ``F.scaled_dot_product_attention``."""
         named = dict(zip(ARGUMENTS, args, strict=False)) | kwargs
-        given = [named.pop(name) for name in ARGUMENTS[:3]]
+        given = [named[name] for name in ARGUMENTS[:3]]
         if not any(map(is_sliced, given)):
             return self._attention.scaled_dot_product(*args, **kwargs)
-        along = _along(*given)
+        along = _along(given[0])
         if along is None:
-            return F.scaled_dot_product_attention(*gathered(given), **gathered(named))
-        slices, named = dict(zip(ARGUMENTS, _slices(given, along), strict=False)), gathered(named)
-        is_whole = not any(map(is_sliced, given[1:]))
-        attend = self._attention.to_whole if is_whole else self._attention.of_own
-        made = attend({**slices, **named})
+            return F.scaled_dot_product_attention(**gathered(named))
+        if (mine := self._of_stack(given, along)) is not None:
+            attended = dict(zip(ARGUMENTS, mine, strict=False))
+            made = self._attention.of_own({**gathered(named | attended)})
+        else:
+            whole = gathered({name: x for name, x in named.items() if name != "query"})
+            made = self._attention.to_whole({**whole, "query": given[0].local}, along.slices)
         return SlicedTensor.of(made, along.at(made.ndim + _POSITIONS))
 
     def of_interface(
         self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
     ) -> Any:
         """Stand for a function of transformers' attention interface."""
-        module, given, others = args[0], args[1:4], args[4:]
+        module, given, others = args[0], args[1:4], gathered(args[4:])
         if not any(map(is_sliced, given)):
             return self._attention.of_interface(function, name, *args, **kwargs)
-        along, named = _along(*given), gathered(kwargs)
-        if along is None:
-            return function(module, *gathered((*given, *others)), **named)
-        args = module, *_slices(given, along), *gathered(others)
-        if not any(map(is_sliced, given[1:])):
-            made, weights = self._attention.interface_to_whole(function, *args, **named)
+        along, named = _along(given[0]), gathered(kwargs)
+        if along is None or not along.slices.is_like(self._attention.slices):
+            return function(module, *gathered(given), *others, **named)
+        if (mine := self._of_stack(given, along)) is not None:
+            attend = functools.partial(self._attention.interface_of_own, function, name)
         else:
-            made, weights = self._attention.interface_of_own(function, name, *args, **named)
+            mine = given[0].local, *gathered(given[1:])
+            attend = functools.partial(self._attention.interface_to_whole, function)
+        made, weights = attend(module, *mine, *others, **named)
         return SlicedTensor.of(made, along.at(1)), weights
 
+    def _of_stack(self, given: Sequence[Tensor], along: Along) -> list[Tensor] | None:
+        """Return queries, keys and values as slices of the sequence of the stack that runs.
 
-def _along(query: Tensor, key: Tensor, value: Tensor) -> Along | None:
+        None if they are not: where keys and values are of another sequence that is whole, or of
+        one that is joined with another. Keys that were gathered are cut again, if values are
+        slices of the sequence that they are of.
+        """
+        own = self._attention.slices
+        if not along.slices.is_like(own) or not any(map(is_sliced, given[1:])):
+            return None
+        query, *others = given
+        if any(_length(x) != own.length for x in others):
+            return None
+        return [query.local, *(_slice(x, along) for x in others)]
+
+
+def _along(query: Tensor) -> Along | None:
     """Return which positions queries are slices of; None if they are none."""
     found = query.along if isinstance(query, SlicedTensor) else None
     if found is None or found.dim != query.ndim + _POSITIONS or found.count > 1:
@@ -76,14 +95,8 @@ def _along(query: Tensor, key: Tensor, value: Tensor) -> Along | None:
     return found
 
 
-def _slices(given: Any, along: Along) -> Any:
-    """Return queries, keys and values of this rank: slices of its sequence, others whole.
-
-    Keys that were gathered are cut again, if values are slices of the sequence that they are of.
-    """
-    query, *others = given
-    is_own = any(map(is_sliced, others))
-    return [query.local, *(_slice(x, along) if is_own else x for x in others)]
+def _length(x: Tensor) -> int:
+    return x.along.length if isinstance(x, SlicedTensor) else x.shape[_POSITIONS]
 
 
 def _slice(x: Tensor, along: Along) -> Tensor:

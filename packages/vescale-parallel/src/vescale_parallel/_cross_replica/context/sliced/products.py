@@ -91,6 +91,8 @@ def _over_positions(func: Callable[..., Any], x: Tensor, y: Tensor) -> Made:
     places = x.ndim - x.along.dim, y.ndim - y.along.dim
     if places != (1, _MATRIX) or not x.along.is_like(y.along) or not x.along.in_blocks:
         return None
+    if x.along.slices.shared:
+        return None
     return summed(func(x.local, y.local), x.along)
 
 
@@ -143,7 +145,7 @@ def _summed_positions(
     pairs = [*zip(factors, of_factors, strict=True)]
     found = [(x.along, labels[x.along.dim]) for x, labels in pairs if isinstance(x, SlicedTensor)]
     along, label = found[0]
-    if len({each for _, each in found}) > 1 or not along.in_blocks:
+    if len({each for _, each in found}) > 1 or not along.in_blocks or along.slices.shared:
         return None
     parts = [
         _part(x, along, x.ndim - labels.index(label)) if label in labels else x

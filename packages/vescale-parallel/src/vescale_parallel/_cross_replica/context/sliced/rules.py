@@ -221,6 +221,8 @@ def _total(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
         return None
     if dims and x.along.dim not in dims:
         return _over_features(func, args, kwargs)
+    if x.along.slices.shared:
+        return None
     if len(args) > 1 + bool(dims) or {*kwargs} - {"dim", "dtype", "keepdim"}:
         return None
     local = x.local if kwargs.get("dtype") is None else x.local.to(kwargs["dtype"])

@@ -23,6 +23,18 @@ def _index(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     return views.indexed(x, index)
 
 
+def _narrowed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "dim", "start", "length"), args, strict=False)) | {**kwargs}
+    x, first, length = given.get("input"), given.get("start"), given.get("length")
+    if not isinstance(x, SlicedTensor) or not isinstance(first, int) or length is None:
+        return None
+    dim = given["dim"] % x.local.ndim
+    if dim != x.along.dim:
+        return SlicedTensor.of(x.local.narrow(dim, first, length), x.along)
+    first += x.along.length if first < 0 else 0
+    return views.narrowed(x, first, first + length)
+
+
 def _view(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     x, sizes = args[0], args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
     sizes = kwargs.get("shape", sizes)
@@ -108,11 +120,22 @@ def _joined(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
 
 
 def _taken_apart(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
-    """``split`` and ``chunk`` have a size, or a number, before the dim."""
+    """Take apart: all but ``unbind`` have sizes, or a number, before the dim."""
     x, *others = args
     named, place = {**kwargs}, 0 if "unbind" in func.__name__ else 1
     dim = named.pop("dim", 0) if len(others) <= place else others.pop(place)
     return parts.taken_apart(func, x, dim, others, named)
+
+
+def _padded(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    given = dict(zip(("input", "pad", "mode", "value"), args, strict=False)) | {**kwargs}
+    x, pad, value = given.get("input"), given.get("pad", ()), given.get("value") or 0.0
+    if not isinstance(x, SlicedTensor) or given.get("mode", "constant") != "constant":
+        return None
+    at = 2 * (x.local.ndim - 1 - x.along.dim)  # the last dim comes first
+    of_positions, others = pad[at : at + 2], [*pad[:at], *(0, 0), *pad[at + 2 :]]
+    made = SlicedTensor.of(func(x.local, others, value=value), x.along) if any(others) else x
+    return parts.padded(made, of_positions, value) if any(of_positions) else made
 
 
 def _sizes(args: Args) -> list[Any] | None:
@@ -169,6 +192,7 @@ def _is_sliced(values: Iterable[Any]) -> bool:
 
 RULES = (
     (_index, ("__getitem__",)),
+    (_narrowed, ("narrow",)),
     (_view, ("view", "reshape")),
     (_flatten, ("flatten",)),
     (_unflatten, ("unflatten",)),
@@ -178,7 +202,8 @@ RULES = (
     (_transpose, ("transpose", "swapaxes", "swapdims", "permute")),
     (_squeeze, ("squeeze", "unsqueeze")),
     (_joined, ("cat", "concat", "concatenate", "stack")),
-    (_taken_apart, ("split", "chunk", "unbind")),
+    (_taken_apart, ("split", "split_with_sizes", "tensor_split", "chunk", "unbind")),
+    (_padded, ("pad",)),
     (_expanded, ("expand",)),
     (_repeated, ("repeat",)),
     (_interleaved, ("repeat_interleave",)),

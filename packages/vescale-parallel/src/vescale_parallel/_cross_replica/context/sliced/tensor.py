@@ -114,7 +114,7 @@ class Along:
 
     def is_like(self, other: Along) -> bool:
         """Whether ranks have the same of two sequences, in whatever dim."""
-        return self.count == other.count and self.slices == other.slices
+        return self.count == other.count and self.slices.is_like(other.slices)
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a whole tensor that has the sequence in ``dim``."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .tensor import Along, SlicedTensor
 
-Made = SlicedTensor | None  # None of what is no such view
+Made = Tensor | None  # None of what is no such view
 _NUM_DIMS = 2  # that a transposition is of
 
 
@@ -24,20 +24,25 @@ def indexed(x: SlicedTensor, index: Any) -> Made:
     at = _place_of(given, x.along.dim)
     if not isinstance(given[at], slice):
         return None  # one position, which one rank has
-    along, rank = x.along, x.along.ranks.rank
+    along = x.along
     first, end, step = given[at].indices(along.length)
     is_all = (first, end) == (0, along.length)
     if step != 1 or (along.count > 1 and not is_all):
         return None
     given[at] = slice(None)
     dim = sum(not isinstance(each, int) for each in given[:at])
-    local, along = x.local[tuple(given)], along.at(dim)
-    if is_all:
-        return SlicedTensor.of(local, along)
-    end = max(end, first)
-    local = along.slices.narrow(local, dim, rank, first, end)
+    rest = SlicedTensor.of(x.local[tuple(given)], along.at(dim))
+    return rest if is_all else narrowed(rest, first, max(end, first))
+
+
+def narrowed(x: SlicedTensor, first: int, end: int) -> Made:
+    """Return the positions from ``first`` until before ``end``: plain, if every rank has them."""
+    along = x.along
     left = along.slices.narrowed(first, end)
-    return SlicedTensor.of(local, replace(along, slices=left)) if left.length else None
+    if along.count > 1 or not left.length:
+        return None
+    local = along.slices.narrow(x.local, along.dim, along.ranks.rank, first, end)
+    return local if left.is_whole else SlicedTensor.of(local, replace(along, slices=left))
 
 
 def _spelled(ndim: int, index: Any) -> list[Any] | None:
