@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
@@ -48,7 +50,7 @@ def test_four_ranks_share_what_is_as_long_as_the_text(world4: World, method: str
 
 def on_rank_of_lengths(family: str, plan: Constraints) -> list[Tensor]:
     """Return losses of sequences of other lengths, one as long as the text, and gradients."""
-    model = build(family)
+    model: Any = build(family)
     if plan:
         model = vescale.parallelize(make_plan(plan), model)
     losses = list[Tensor]()

@@ -13,6 +13,22 @@ def numel_of(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def alike_parameters(model: nn.Module) -> dict[int, nn.Parameter]:
+    """Return, of parameters of blocks by identity, those of a first block that are as they are.
+
+    A copy with one parameter for all of them needs the memory of one block.
+    """
+    found: dict[int, nn.Parameter] = {}
+    for stack in block_stacks(model):
+        first: dict[tuple[str, tuple[int, ...]], nn.Parameter] = {}
+        for fqn in stack:
+            for name, parameter in model.get_submodule(fqn).named_parameters():
+                of = first.setdefault((name, tuple(parameter.shape)), parameter)
+                if of is not parameter:
+                    found[id(parameter)] = of
+    return found
+
+
 def block_stacks(model: nn.Module) -> list[tuple[str, ...]]:
     """Return the FQNs of the blocks of every outermost list of two or more of one class.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Self
 
 import torch
@@ -13,13 +13,25 @@ from torch.overrides import TorchFunctionMode
 from .copies import copied_without_hooks, deep_copied
 
 
-def random_copy(module: nn.Module, empty: Collection[int] = ()) -> nn.Module:
+def random_copy(
+    module: nn.Module,
+    empty: Collection[int] = (),
+    alike: Mapping[int, nn.Parameter] | None = None,
+) -> nn.Module:
     """Copy a module with random float64 parameters, whatever its tensors are made of.
 
-    Parameters that are ``empty``, by identity, get zeros and no memory.
+    Parameters that are ``empty``, by identity, get zeros and no memory. Those that are ``alike``,
+    by identity too, are in the copy the one parameter that another one is there.
 
     Every parameter is trained in the copy, so that every gradient can be compared.
     """
+    made = dict[int, nn.Parameter]()
+
+    def random_or_alike(parameter: nn.Parameter) -> nn.Parameter:
+        of = (alike or {}).get(id(parameter), parameter)
+        if id(of) not in made:
+            made[id(of)] = random_parameter(of)
+        return made[id(of)]
 
     def random_parameter(parameter: nn.Parameter) -> nn.Parameter:
         dtype = torch.complex128 if parameter.is_complex() else torch.float64
@@ -39,7 +51,7 @@ def random_copy(module: nn.Module, empty: Collection[int] = ()) -> nn.Module:
             return torch.rand(buffer.shape, dtype=dtype)
         return torch.zeros(buffer.shape, dtype=buffer.dtype)
 
-    return copied_without_hooks(module, random_parameter, same_buffer).eval()
+    return copied_without_hooks(module, random_or_alike, same_buffer).eval()
 
 
 def in_double(tensor: Tensor) -> Tensor:

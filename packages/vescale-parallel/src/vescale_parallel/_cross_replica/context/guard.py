@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.batches.small_batches import within
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import alike_parameters, block_stacks
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.inputs import bind, opened, small_example
@@ -27,6 +27,8 @@ from .slices import ContextRanks, Method
 from .slicing import Slicing
 
 _LEFT_OUT = "leave context_parallel out of the plan"
+# Elements of which every rank of a machine has the values and all gradients, in float64, at once.
+_MAX_NUMEL = 2**27
 
 
 class ContextGuard:
@@ -124,10 +126,11 @@ class ContextGuard:
         if subject is None:
             raise NotSlicedError("it cannot be copied, and so not compared with one device")
         if is_large(subject):
-            subject = scaled_down(subject, 1)
-            if subject is None:
+            subject = scaled_down(subject, 1) or subject
+            if (numel := _numel_of_few(subject)) > _MAX_NUMEL:
                 raise NotSlicedError(
-                    "it is too large to be compared with one device, and has no configuration of "
+                    f"it is too large to be compared with one device ({numel:,} elements with one "
+                    f"block of each list, at most {_MAX_NUMEL:,}), and has no configuration of "
                     "transformers to make a smaller one of"
                 )
         smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
@@ -167,6 +170,12 @@ class ContextGuard:
                 "the model with use_cache=False for documents, or with an attention_mask"
             )
         return args, {**kwargs, "use_cache": False}
+
+
+def _numel_of_few(model: nn.Module) -> int:
+    """Return how many elements are compared of a model that is large."""
+    alike = alike_parameters(model)
+    return sum(each.numel() for each in model.parameters() if id(each) not in alike)
 
 
 def _equal_lengths(named: Any) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import alike_parameters, block_stacks
 from vescale_parallel._model.copies import discard
 from vescale_parallel._model.random_copies import random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
@@ -30,6 +30,7 @@ from vescale_parallel._trace.generators import (
 from vescale_parallel._verify.compared_runs import Given, Results, close, largest_of, run_once
 from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.region import Region
+from vescale_parallel._verify.scaled_down_model import is_large
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region
 
@@ -79,7 +80,8 @@ def proven_slicing(
     with untouched_generators(seed=0), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         region = whole_region(model, named, {})
-        base = random_copy(model).train(training)
+        alike = alike_parameters(model) if is_large(model) else None
+        base = random_copy(model, alike=alike).train(training)
         attending = Attending.of(region, base)
         make = functools.partial(SlicedBlocks, method=method)
 

@@ -157,7 +157,9 @@ class SequenceSlices:
 
         left = ([(kept(a), kept(b)) for a, b in ranges] for ranges in self.ranges)
         return SequenceSlices(
-            tuple(tuple(each for each in ranges if each[0] < each[1]) or ((0, 0),) for ranges in left)
+            tuple(
+                tuple(each for each in ranges if each[0] < each[1]) or ((0, 0),) for ranges in left
+            )
         )
 
     def narrow(self, x: Tensor, dim: int, rank: int, first: int, end: int) -> Tensor:

@@ -42,16 +42,16 @@ class AttendsSliced:
         given = [named[name] for name in ARGUMENTS[:3]]
         if not any(map(is_sliced, given)):
             return self._attention.scaled_dot_product(*args, **kwargs)
-        along = _along(given[0])
-        if along is None:
+        query = _sliced_query(given[0])
+        if query is None:
             return F.scaled_dot_product_attention(**gathered(named))
-        if (mine := self._of_stack(given, along)) is not None:
+        if (mine := self._of_stack(query, given[1:])) is not None:
             attended = dict(zip(ARGUMENTS, mine, strict=False))
             made = self._attention.of_own({**gathered(named | attended)})
         else:
             whole = gathered({name: x for name, x in named.items() if name != "query"})
-            made = self._attention.to_whole({**whole, "query": given[0].local}, along.slices)
-        return SlicedTensor.of(made, along.at(made.ndim + _POSITIONS))
+            made = self._attention.to_whole({**whole, "query": query.local}, query.along.slices)
+        return SlicedTensor.of(made, query.along.at(made.ndim + _POSITIONS))
 
     def of_interface(
         self, function: Callable[..., Any], name: str, *args: Any, **kwargs: Any
@@ -60,39 +60,38 @@ class AttendsSliced:
         module, given, others = args[0], args[1:4], gathered(args[4:])
         if not any(map(is_sliced, given)):
             return self._attention.of_interface(function, name, *args, **kwargs)
-        along, named = _along(given[0]), gathered(kwargs)
-        if along is None or not along.slices.is_like(self._attention.slices):
+        query, named = _sliced_query(given[0]), gathered(kwargs)
+        if query is None or not query.along.slices.is_like(self._attention.slices):
             return function(module, *gathered(given), *others, **named)
-        if (mine := self._of_stack(given, along)) is not None:
+        if (mine := self._of_stack(query, given[1:])) is not None:
             attend = functools.partial(self._attention.interface_of_own, function, name)
         else:
-            mine = given[0].local, *gathered(given[1:])
+            mine = query.local, *gathered(given[1:])
             attend = functools.partial(self._attention.interface_to_whole, function)
         made, weights = attend(module, *mine, *others, **named)
-        return SlicedTensor.of(made, along.at(1)), weights
+        return SlicedTensor.of(made, query.along.at(1)), weights
 
-    def _of_stack(self, given: Sequence[Tensor], along: Along) -> list[Tensor] | None:
+    def _of_stack(self, query: SlicedTensor, others: Sequence[Tensor]) -> list[Tensor] | None:
         """Return queries, keys and values as slices of the sequence of the stack that runs.
 
         None if they are not: where keys and values are of another sequence that is whole, or of
         one that is joined with another. Keys that were gathered are cut again, if values are
         slices of the sequence that they are of.
         """
-        own = self._attention.slices
-        if not along.slices.is_like(own) or not any(map(is_sliced, given[1:])):
+        own, along = self._attention.slices, query.along
+        if not along.slices.is_like(own) or not any(map(is_sliced, others)):
             return None
-        query, *others = given
         if any(_length(x) != own.length for x in others):
             return None
         return [query.local, *(_slice(x, along) for x in others)]
 
 
-def _along(query: Tensor) -> Along | None:
-    """Return which positions queries are slices of; None if they are none."""
-    found = query.along if isinstance(query, SlicedTensor) else None
-    if found is None or found.dim != query.ndim + _POSITIONS or found.count > 1:
+def _sliced_query(x: Tensor) -> SlicedTensor | None:
+    """Return queries that are slices of positions; None if they are not."""
+    if not isinstance(x, SlicedTensor):
         return None
-    return found
+    is_of_positions = x.along.dim == x.ndim + _POSITIONS and x.along.count == 1
+    return x if is_of_positions else None
 
 
 def _length(x: Tensor) -> int:

@@ -43,7 +43,7 @@ def joined(func: Callable[..., Any], tensors: Sequence[Any], dim: int) -> Made:
 
 
 def _behind_each_other(tensors: Sequence[Any], along: Along) -> Made:
-    """Return sequences behind each other, in blocks: see [Note: two sequences behind each other]."""
+    """Return sequences behind each other; only in blocks, see the note above."""
     dim, ranks = along.dim, along.ranks
     ranges: list[list[Range]] = [[] for _ in range(ranks.size)]
     parts, end = list[Tensor](), 0
