@@ -31,7 +31,9 @@ def check_any(world: World, plan: Constraints, family: str, kind: str = "") -> N
     """Compare 13 positions, which no number of ranks divides; an encoder's besides a decoder's."""
     kind = "translation" if family in ("t5", "bart", "translator") else kind
     attention = "eager" if family in EAGER else "sdpa"
-    check(world, plan, family, length=13, kind=kind, attention=attention)
+    # AdamW divides gradients of T5 that are nearly nothing, so that rounding grows in every step.
+    steps = 2 if family == "t5" else 3
+    check(world, plan, family, length=13, kind=kind, attention=attention, steps=steps)
 
 
 def same(x: Tensor, alone: Tensor) -> None:

@@ -494,3 +494,37 @@ def test_families(name: str, plan: str) -> None:
         make_plan(constraints), lambda: hugging_face(name, "sdpa", **CONFIGS[name]), batch, steps=2
     )
     assert report.passed, report
+
+
+class Classifier(nn.Module):
+    """Two classes of features that hardly tell them apart."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.Dropout(rate), nn.Tanh()) for _ in range(2)
+        )
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x) * 0.01, labels)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("constraints", [{DP: 2}, {DP: 4, ZERO: 3}, {PP: 2, PARTS: 4}], ids=str)
+def test_gradients_whose_terms_cancel_round_with_their_size(
+    constraints: Constraints, rate: float
+) -> None:
+    """As many rows of each class, so that little is left of the head's bias."""
+    for seed in range(2):
+
+        def model_fn(seed: int = seed) -> nn.Module:
+            torch.manual_seed(seed)
+            return Classifier(rate)
+
+        generator = torch.Generator().manual_seed(seed)
+        batch = {"x": torch.randn(8, 6, generator=generator), "labels": torch.arange(8) % 2}
+        report = vescale.verify(make_plan(constraints), model_fn, batch, steps=2)
+        assert report.passed, str(report)

@@ -11,7 +11,7 @@ from torch import Tensor
 from .placements import best_match
 from .record import Record
 
-# What rounding may do, in units of what a change of one epsilon in every parameter does, and at
+# What rounding may do, in units of what changes of one epsilon in parameters and outputs do, and at
 # least, in epsilons of the largest element.
 _FACTOR, _LEAST = 16.0, 32.0
 # Of the largest gradient of a step: below it a gradient is what is left of terms that cancel.
@@ -20,7 +20,7 @@ NOTHING = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """One device's run, and the same from parameters that are off by one epsilon.
+    """One device's run, and the same with parameters and outputs that are off by one epsilon.
 
     Attributes:
         record: Of the run.

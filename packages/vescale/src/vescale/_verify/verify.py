@@ -64,8 +64,8 @@ def verify(
     gradient, parameters and buffers after every step, and the state of the random generator.
 
     What rounding explains is measured, as TTrace does: one device trains from parameters that are
-    off by one machine epsilon, too, and a tensor may be off by 16 times what it was then, or 32
-    epsilons of its largest element. The epsilon is that of the coarsest dtype in which the model
+    off by one machine epsilon, too, with outputs of its innermost modules that are off by one. A
+    tensor may be off by 16 times what it was then, or 32 epsilons of its largest element. The epsilon is that of the coarsest dtype in which the model
     computes, or has the plan compute (``precision``).
 
     Args:
@@ -271,13 +271,29 @@ class _Dtypes(TorchFunctionMode):
 
 
 def _perturb(model: nn.Module, epsilon: float, seed: int) -> None:
-    """Move every parameter by one epsilon, up or down at random."""
+    """Move every parameter, and what innermost modules return, by one epsilon, up or down.
+
+    What is summed over rows and positions moves with the size of its terms then, as rounding moves
+    it. A parameter moves all of them alike, which says nothing where they cancel: in the bias of a
+    classifier, with as many rows of each class.
+    """
     generator = torch.Generator().manual_seed(seed)
+
+    def factors(x: Tensor) -> Tensor:
+        up = torch.randint(0, 2, x.shape, generator=generator).to(x)
+        return 1 + epsilon * (2 * up - 1)
+
+    def after(_: nn.Module, args: Any, output: Any) -> Tensor | None:
+        is_number = type(output) is Tensor and output.is_floating_point()
+        return output * factors(output.detach()) if is_number else None
+
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                up = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter)
-                parameter.mul_(1 + epsilon * (2 * up - 1))
+                parameter.mul_(factors(parameter))
+    for module in model.modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_hook(after)
 
 
 def _against_noise(program: Program, epsilon: float) -> Program:
