@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vescale_parallel._cross_replica.context.reach.lengths import LengthMode
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
@@ -39,8 +41,10 @@ class ForwardWatch:
         returned: Shapes of what blocks returned, and modules around them.
         unequal: Of these modules, those with keys of another length than queries.
         last: The name of the stack that ran last.
+        num_passes: How often each stack ran.
         multiplying: By block, the innermost modules that multiplied activations with each other,
             as attention that is written out does.
+        steered: Modules whose code compared how many positions there are with other numbers.
         given: Shapes of what modules were given.
         token_wise: Whether modules returned one tensor of the positions of the one they were
             given.
@@ -55,7 +59,9 @@ class ForwardWatch:
         self.returned: dict[Place, tuple[int, ...]] = {}
         self.unequal: set[str] = set()
         self.last: str | None = None
+        self.num_passes = Counter[str]()
         self.multiplying: dict[str, set[str]] = {}
+        self.steered: set[str] = set()
         self.given: dict[Place, tuple[int, ...]] = {}
         self.token_wise: dict[str, bool] = {}
         self.behind = WatchBehind()
@@ -78,8 +84,15 @@ class ForwardWatch:
         for fqn, module in model.named_modules():
             self._follow_within(module, fqn)
         products = ProductMode({id(x) for x in model.parameters()}, self._note_product)
-        with torch.no_grad(), interface_of(self), AttentionMode(self), products, _Noting(self):
+        lengths = LengthMode(self._length_now)
+        noting = _Noting(self)
+        with torch.no_grad(), interface_of(self), AttentionMode(self), products, noting, lengths:
             model(*args, **kwargs)
+
+    def _length_now(self) -> tuple[int, Callable[[], None]]:
+        is_in_block = self._block is not None and self._attends is None
+        length = self._length if is_in_block else self.behind.length_now
+        return length, functools.partial(self.steered.add, self._within[-1][0] if length else "")
 
     def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Any:
         """Note ``F.scaled_dot_product_attention``, which computes what it does."""
@@ -148,6 +161,7 @@ class ForwardWatch:
             self._note_returned(fqn, _, args, output)
             if fqn == stack[-1]:
                 self._stack, self.last = None, name_of(stack)
+                self.num_passes[self.last] += 1
                 self.behind.end_stack(name_of(stack), fqn, output)
 
         block.register_forward_pre_hook(begin, with_kwargs=True)
