@@ -11,8 +11,8 @@ from torch import Tensor
 from .placements import best_match
 from .record import Record
 
-# What rounding may do, in units of what changes of one epsilon in parameters and outputs do, and at
-# least, in epsilons of the largest element.
+# What rounding may do, in units of what changes of one epsilon do, and at least, in epsilons of
+# the largest element.
 _FACTOR, _LEAST = 16.0, 32.0
 # Of the largest gradient of a step: below it a gradient is what is left of terms that cancel.
 NOTHING = 1e-3

@@ -65,8 +65,9 @@ def verify(
 
     What rounding explains is measured, as TTrace does: one device trains from parameters that are
     off by one machine epsilon, too, with outputs of its innermost modules that are off by one. A
-    tensor may be off by 16 times what it was then, or 32 epsilons of its largest element. The epsilon is that of the coarsest dtype in which the model
-    computes, or has the plan compute (``precision``).
+    tensor may be off by 16 times what it was then, or 32 epsilons of its largest element. The
+    epsilon is that of the coarsest dtype in which the model computes, or has the plan compute
+    (``precision``).
 
     Args:
         plan: What to verify.

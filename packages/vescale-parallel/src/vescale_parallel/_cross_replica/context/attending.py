@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -93,12 +93,12 @@ class Attending:
             )
         blocks = (block for stack in found for block in stack if block not in watch.attending)
         written = {fqn for block in blocks for fqn in watch.multiplying[block]}
-        return self._slicing(frozenset(map(name_of, found)), written)
+        return self._slicing(frozenset(map(name_of, found)), written | watch.steered)
 
     def _slicing(self, stacks: frozenset[str], shown: Set[str]) -> Slicing:
         watch, inside = self.watch, tuple(f"{stack}." for stack in stacks)
         shown = {fqn for fqn in shown if fqn.startswith(inside)}
-        behind = watch.behind.behind()
+        behind = watch.behind.behind(watch.steered)
         return Slicing(
             stacks,
             frozenset(fqn for fqn in watch.modules if fqn.startswith(inside)),
@@ -107,7 +107,7 @@ class Attending:
             leaving=Leaving(watch.returned),
             behind=behind if behind.stack in stacks else Behind(),
             returned_at=watch.returned_at,
-            last=watch.last,
+            last=watch.last if watch.num_passes[watch.last or ""] == 1 else None,
             unequal=frozenset(watch.unequal),
             shown=shown_modules(shown, watch.token_wise, watch.given, self.base),
         )
@@ -131,10 +131,10 @@ class Attending:
         attending = (fqn for fqn in slicing.attending if f"{where}.".startswith(f"{fqn}."))
         where, shown = next(attending, where), slicing.shown.modules
         known = _within(stack, self.watch.token_wise)
-        while where in shown or (where and where not in known):  # lists are called by nobody
+        # Lists are called by nobody, and what is not around attention makes nothing for it.
+        while where and not _may_show(where, known, slicing):
             where = where.rpartition(".")[0]
-        is_around = any(each.startswith(f"{where}.") for each in shown)
-        if where and (where in slicing.attending or is_around) and not error.is_whole:
+        if where and not error.is_whole:
             alike = {fqn for fqn, inner in known.items() if inner == known[where]}
             return self._slicing(slicing.stacks, shown | alike)
         others = slicing.stacks - {stack}
@@ -142,6 +142,14 @@ class Attending:
             return None
         _log.info("blocks of %s run on whole sequences: %s", stack, error)
         return self._slicing(others, shown)
+
+
+def _may_show(fqn: str, known: Collection[str], slicing: Slicing) -> bool:
+    """Whether a module that is called is not shown, and attends or is around one that does."""
+    shown, inside = slicing.shown.modules, f"{fqn}."
+    if fqn in shown or fqn not in known:
+        return False
+    return any(f"{each}.".startswith(inside) for each in slicing.attending | shown)
 
 
 def _within(stack: str, fqns: Iterable[str]) -> dict[str, str]:

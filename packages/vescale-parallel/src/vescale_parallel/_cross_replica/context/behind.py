@@ -16,7 +16,7 @@ that slices save, and reading them on one rank alone would wait for the others.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,6 +199,11 @@ class WatchBehind:
         """Note random numbers."""
         self._has_drawn = True
 
+    @property
+    def length_now(self) -> int:
+        """How many positions there are, while a module runs there; else 0."""
+        return 0 if self._open is None else self._length
+
     def begin(self, fqn: str) -> None:
         """Note that a module begins, outside of the stacks."""
         if self._length and self._open is None:
@@ -219,9 +224,13 @@ class WatchBehind:
         if is_wise or not is_code:
             self._found[fqn] = is_wise and self._found.get(fqn, True)
 
-    def behind(self) -> Behind:
-        """Return what may run on slices."""
-        return Behind(self._stack or None, self._block, dict(self._found))
+    def behind(self, steered: Collection[str]) -> Behind:
+        """Return what may run on slices, but for modules that compare the length."""
+        found = {
+            fqn: is_wise and not any(f"{each}.".startswith(f"{fqn}.") for each in steered)
+            for fqn, is_wise in self._found.items()
+        }
+        return Behind(self._stack or None, self._block, found)
 
 
 def is_token_wise(args: Any, kwargs: Any, output: Any) -> bool:

@@ -44,7 +44,7 @@ from .draws import DrawnDim, DrawsSlices
 from .leaving import around_one_stack
 from .shown import ShownModules
 from .slices import ContextRanks, Method, SequenceSlices
-from .slicing import Slicing, activation_of
+from .slicing import LEAVE_OUT, Slicing, activation_of
 from .written import Combination, Place, WholeWrites
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -64,6 +64,7 @@ class SlicedBlocks:
         stacks: Names of those that may compute on slices.
         behind: What computes on slices behind them.
         slices_of: Of the sequence of each stack that ran.
+        is_compared: Whether this run is compared with one device.
     """
 
     def __init__(
@@ -82,10 +83,10 @@ class SlicedBlocks:
         self.slicing = Slicing()
         self.stacks: tuple[str, ...] = ()
         self.slices_of: dict[str, SequenceSlices] = {}
-        self.runs_short_ones = True
+        self.is_compared = False
         self._open: str | None = None
         self._num_opened = 0
-        self._has_closed = False
+        self._closed: str | None = None  # the stack that ran last in this call
         self._begins_with_grad = True
         # Of blocks that are not the first ones, with which a stage of a pipeline may begin.
         self._within: dict[str, str] = {}
@@ -224,11 +225,11 @@ class SlicedBlocks:
         return now
 
     def _begin(self, _: nn.Module, args: Any) -> None:
-        self._open, self._has_closed, self._num_opened = None, False, 0
+        self._open, self._closed, self._num_opened = None, None, 0
         self._begins_with_grad = torch.is_grad_enabled()
 
     def _end(self, _: nn.Module, args: Any, output: Any) -> None:
-        stack, self._open = self._open, None
+        stack, self._open, self._closed = self._open, None, None
         if stack is not None:
             raise ValueError(
                 f"context_parallel: the last block of {stack!r}, which gathers the slices of the "
@@ -262,8 +263,7 @@ class SlicedBlocks:
                     f"rank's {own} of {length}; blocks of {stack!r} have to be called in order"
                 )
             for at, leaf in enumerate(leaves):
-                is_whole = self._is_of_another_stack(leaf)
-                dim = 1 if at == index else self.slicing.dim(fqn, at, leaf, length, is_whole)
+                dim = 1 if at == index else self._dim(fqn, at, leaf)
                 if dim is not None and (is_first or at != index):
                     leaves[at] = keep_slice(leaf, dim, self.slices, self._ranks)
             args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -271,6 +271,10 @@ class SlicedBlocks:
             return self._returned(output, fqn, stack, is_last=is_last)
 
         return run
+
+    def _dim(self, fqn: str, place: int, x: Any) -> int | None:
+        given = fqn, place, x, self.slices.length, self._is_of_another_stack(x)
+        return self.slicing.dim(*given, is_compared=self.is_compared)
 
     def _is_of_another_stack(self, x: Any) -> bool:
         """Whether what a block is given, besides its activation, is what an encoder returned.
@@ -299,7 +303,7 @@ class SlicedBlocks:
 
     def _gather_collected(self, fqn: str, _: nn.Module, args: Any, output: Any) -> Any:
         """Gather what was collected in blocks and a module around them returns."""
-        if not self._has_closed or output is None:
+        if self._closed is None or output is None:
             return None  # blocks ran on whole sequences, or not at all
         leaves, spec = pytree.tree_flatten(output)
         last = self.slicing.last
@@ -316,7 +320,7 @@ class SlicedBlocks:
         index, fewest = activation_of(leaves), _FEWEST * self._ranks.size
         if index is None or leaves[index].dim() < _ROWS or leaves[index].shape[1] >= fewest:
             return
-        if not self.runs_short_ones:
+        if self.is_compared:
             raise ShortSequenceError(
                 f"context_parallel.size {self._ranks.size} needs sequences of {fewest} positions "
                 f"or more, got activations of shape {tuple(leaves[index].shape)}"
@@ -324,6 +328,12 @@ class SlicedBlocks:
         self.slicing = Slicing()
 
     def _open_stack(self, stack: str, x: Tensor) -> None:
+        if stack == self.slicing.last and self._closed == stack:
+            raise ValueError(
+                f"context_parallel: {stack!r} runs again in a call of the model, in which it ran "
+                "once when that was compared with one device; give calls that run it as often as "
+                f"that an argument of another kind, or {LEAVE_OUT}"
+            )
         length, size = x.shape[1], self._ranks.size
         self._attention.slices = SequenceSlices.over(length, size, self._method)
         self.slices_of[stack] = self._attention.slices
@@ -332,7 +342,7 @@ class SlicedBlocks:
         self._state = None if self.slicing.draws else generator_state()
 
     def _close_stack(self) -> None:
-        stack, self._open, self._has_closed = self._open, None, True
+        stack, self._open, self._closed = self._open, None, self._open
         if self._state is not None and generator_state() != self._state:
             raise ValueError(
                 f"context_parallel: {stack!r} drew random numbers, which it did not when the "
@@ -353,12 +363,11 @@ class SlicedBlocks:
         if is_last:
             self._close_stack()
         if index is not None and is_last:
-            own = self.slices.sizes[self._ranks.rank]
-            if leaves[index].dim() < _ROWS or leaves[index].shape[1] != own:
+            shape, own = tuple(leaves[index].shape), self.slices.sizes[self._ranks.rank]
+            if shape[1:2] != (own,):
                 raise ValueError(
-                    f"context_parallel: {fqn!r} returned activations of shape "
-                    f"{tuple(leaves[index].shape)}, not this rank's {own} of "
-                    f"{self.slices.length} positions"
+                    f"context_parallel: {fqn!r} returned activations of shape {shape}, not of this "
+                    f"rank's {own} of {self.slices.length} positions"
                 )
         if index is not None and is_last and not self._stays_sliced(stack):
             found, sums = (self.slices, self._ranks), self._has_parts(stack)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.batches.small_batches import within
+from vescale_parallel._cross_replica.context.reach.all_blocks import of_all_blocks
+from vescale_parallel._cross_replica.context.reach.flags import Flags, flags_of, set_flags
 from vescale_parallel._model.blocks import alike_parameters, block_stacks
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
@@ -24,9 +26,8 @@ from .attention.intercept import LEFT_OUT
 from .blocks import ShortSequenceError, SlicedBlocks
 from .proof import DrawsBy, proven_slicing
 from .slices import ContextRanks, Method
-from .slicing import Slicing
+from .slicing import LEAVE_OUT, Slicing
 
-_LEFT_OUT = "leave context_parallel out of the plan"
 # Elements of which every rank of a machine has the values and all gradients, in float64, at once.
 _MAX_NUMEL = 2**27
 
@@ -63,12 +64,13 @@ class ContextGuard:
         self._caches = getattr(getattr(model, "config", None), "use_cache", False)
         # Accumulation changes the classes of blocks, by which stacks are found.
         self._stacks = block_stacks(model)
-        self._known: dict[tuple[str, tuple[int, ...], bool], Slicing] = {}
+        self._known: dict[tuple[str, tuple[int, ...], Flags], Slicing] = {}
+        self._model = model
         self._blocks: SlicedBlocks | None = None
         if batch is not None:
             args, kwargs = bind(model, opened(batch))
             args, kwargs = self.without_cache(args, kwargs)
-            self._slicing(args, kwargs, training=model.training)
+            self._slicing(args, kwargs)
 
     def install(
         self, model: nn.Module, ranks: ContextRanks, *, compiled: bool = False
@@ -91,22 +93,20 @@ class ContextGuard:
             ValueError: If the model on slices is another function.
         """
         assert self._blocks is not None
-        slicing = self._slicing(args, kwargs, training=self._model.training)
+        slicing = self._slicing(args, kwargs)
         refuse_one_graph(self._model, slicing.attending | slicing.shown.modules, LEFT_OUT)
         self._blocks.slice_as(slicing)
         yield
 
-    def _slicing(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, training: bool
-    ) -> Slicing:
+    def _slicing(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slicing:
         named = self._forms.named(args, kwargs)
-        form = self._forms.form(args, kwargs), _equal_lengths(named), training
+        form = self._forms.form(args, kwargs), _equal_lengths(named), flags_of(self._model)
         if form not in self._known:
             named = pytree.tree_map_only(Tensor, plain, named)
             small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
             try:
                 self._known[form] = in_fresh_thread(
-                    lambda: self._prove(small, training=training), of=self._whole or nn.Module()
+                    lambda: self._prove(small), of=self._whole or nn.Module()
                 )
             except ShortSequenceError:
                 return Slicing()  # it runs whole, and says nothing of longer ones
@@ -117,32 +117,33 @@ class ContextGuard:
                     f"slices of its sequence, in calls with ({form[0]}): {error}. Blocks may mix "
                     "positions by F.scaled_dot_product_attention (batch, heads, positions, "
                     "features), transformers' attention interface, nn.MultiheadAttention, or "
-                    f"products of queries with keys; or {_LEFT_OUT}{raised}"
+                    f"products of queries with keys; or {LEAVE_OUT}{raised}"
                 ) from error
         return self._known[form]
 
-    def _prove(self, named: Mapping[str, Any], *, training: bool) -> Slicing:
-        subject = self._whole
-        if subject is None:
+    def _prove(self, named: Mapping[str, Any]) -> Slicing:
+        whole = subject = self._whole
+        if whole is None or subject is None:
             raise NotSlicedError("it cannot be copied, and so not compared with one device")
-        if is_large(subject):
-            subject = scaled_down(subject, 1) or subject
+        if is_large(whole):
+            subject = scaled_down(whole, 1) or whole
             if (numel := _numel_of_few(subject)) > _MAX_NUMEL:
                 raise NotSlicedError(
                     f"it is too large to be compared with one device ({numel:,} elements with one "
                     f"block of each list, at most {_MAX_NUMEL:,}), and has no configuration of "
                     "transformers to make a smaller one of"
                 )
+        set_flags(subject, self._model)
         smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
-        return proven_slicing(
+        found = proven_slicing(
             subject,
             smaller,
             self._size,
             draws_by=self._draws_by,
-            training=training,
             method=self._method,
             behind=self._only_loss,
         )
+        return found if subject is whole else of_all_blocks(found, subject, whole)
 
     def without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
+from vescale_parallel._cross_replica.context.reach.flags import set_flags
 from vescale_parallel._model.blocks import alike_parameters, block_stacks
 from vescale_parallel._model.copies import discard
 from vescale_parallel._model.random_copies import random_copy, sharing_copy
@@ -58,7 +59,7 @@ def proven_slicing(
     size: int,
     *,
     draws_by: DrawsBy,
-    training: bool,
+    training: bool | None = None,
     method: Method = "all_to_all",
     behind: bool = True,
 ) -> Slicing:
@@ -69,7 +70,7 @@ def proven_slicing(
         named: The arguments of a call.
         size: How many ranks share a sequence.
         draws_by: Makes what has the modules of a rank draw its part.
-        training: The mode to run in.
+        training: The mode to run in; None for those that its modules are in.
         method: How ranks attend.
         behind: Whether what is behind the blocks may run on slices.
 
@@ -81,7 +82,10 @@ def proven_slicing(
         warnings.simplefilter("ignore")
         region = whole_region(model, named, {})
         alike = alike_parameters(model) if is_large(model) else None
-        base = random_copy(model, alike=alike).train(training)
+        base = random_copy(model, alike=alike)
+        set_flags(base, model)  # which a random copy evaluates
+        if training is not None:
+            base.train(training)
         attending = Attending.of(region, base)
         make = functools.partial(SlicedBlocks, method=method)
 
@@ -134,14 +138,19 @@ def _compared(
 
     def combinations() -> dict[Place, Combination]:
         set_generators(begin)
-        begin_with(whole, writes.multiples)
+        again = sharing_copy(base)  # as ranks have it, without numbers and flags of the first run
+        begin_with(again, writes.multiples)
         try:
-            run(whole, given)
+            run(again, given)
             apart, slices = on_ranks(given, replace(slicing, behind=Behind()), writes.multiples)
         # Arbitrary user code, of numbers that it did not write: what it writes is refused below.
         except Exception:
+            discard(again)
             return {}
-        return writes.combinations(whole, [each.state for each in apart], slices, slicing.stacks)
+        apart = [each.state for each in apart]
+        found = writes.combinations(again, apart, slices, slicing.stacks)
+        discard(again)
+        return found
 
     whole = sharing_copy(base)
     writes = Writes(whole)
@@ -243,7 +252,7 @@ def _on_ranks(
         blocks = make(ContextThreads(threads, rank))
         blocks.install(local, block_stacks(local))
         blocks.slice_as(slicing)
-        blocks.runs_short_ones = False
+        blocks.is_compared = True
         blocks.behind.finish_calls(local)
         notes = noted_outputs(local)
         if slicing.draws:

@@ -96,7 +96,7 @@ class ShownModules:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if any(isinstance(x, SlicedTensor) for x in leaves):
             return forward(*args, **kwargs)  # within another one
-        call = Call(_NO_LIMIT, lambda: None)
+        call = Call(_NO_LIMIT, lambda: None, fqn)
         along = Along(1, 1, slices, self._ranks, call, computed, in_blocks=True)
         leaves = [self._sliced(shown, fqn, at, x, along) for at, x in enumerate(leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -110,9 +110,11 @@ class ShownModules:
         return output
 
     def _sliced(self, shown: Shown, fqn: str, at: int, x: Any, along: Along) -> Any:
-        place = (fqn, at, x.dim()) if isinstance(x, Tensor) else None
-        if place is None or place not in shown.given:
+        if not isinstance(x, Tensor):
             return x
+        place = fqn, at, x.dim()
+        if place not in shown.given:
+            return _seen_never(fqn, x, along)
         if place not in shown.dims:
             whole = shown.given[place]
             shown.dims[place] = part_of_whole(whole, x, along.slices, along.ranks.rank, fqn)
@@ -150,6 +152,22 @@ class ShownModules:
         return SlicedTensor.of(output, along)
 
 
+def _seen_never(fqn: str, x: Tensor, along: Along) -> Tensor:
+    """Return what a module is given that it was not given when the model was compared.
+
+    Raises:
+        ValueError: If it may be a slice.
+    """
+    if along.own in x.shape and along.length not in x.shape and along.own != along.length:
+        raise ValueError(
+            f"context_parallel: {fqn!r} is given a tensor of shape {tuple(x.shape)}, which it was "
+            "not given when the model was compared with one device, and which may be of this "
+            f"rank's {along.own} of {along.length} positions; give it one in every call, or "
+            "leave context_parallel out of the plan"
+        )
+    return x
+
+
 def _of_slices(output: Any, along: Along) -> Any:
     """Return what a module computed, as plain tensors of this rank's slice.
 
@@ -160,7 +178,7 @@ def _of_slices(output: Any, along: Along) -> Any:
     given = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
     slices = (x.along for x in given if isinstance(x, SlicedTensor))
     if given and not any((each.dim, each.count) == (1, 1) for each in slices):
-        raise WholeError(_names(along.call) or "what it returns")
+        raise WholeError(_names(along.call) or "what it returns", along.call.module)
     leaves = [_of_stack(x, along) if isinstance(x, SlicedTensor) else x for x in leaves]
     return pytree.tree_unflatten(leaves, spec)
 

@@ -16,6 +16,8 @@ from .shown import Shown
 from .slices import sequence_dim
 from .written import Combination, Place
 
+LEAVE_OUT = "leave context_parallel out of the plan"
+
 
 @dataclass(frozen=True)
 class Slicing:
@@ -34,7 +36,8 @@ class Slicing:
         written: How what modules in them write becomes that of whole sequences.
         returned_at: By stack, the place among what a block returns of the activation that the next
             one is given, where it is not the first.
-        last: Name of the stack that ran last, behind which no blocks read what it returns.
+        last: Name of the stack that ran last, behind which no blocks read what it returns; None if
+            it ran more than once.
         unequal: Of the modules that attend, those with keys of another length than queries.
         across: Whether a module attends to another sequence than its own.
         shown: Which modules in them compute on sliced tensors, as attention that is written out.
@@ -69,16 +72,36 @@ class Slicing:
             return at
         return activation_of(leaves)
 
-    def dim(self, fqn: str, place: int, x: Any, length: int, is_whole: bool = False) -> int | None:
+    def dim(
+        self,
+        fqn: str,
+        place: int,
+        x: Any,
+        length: int,
+        is_whole: bool = False,
+        *,
+        is_compared: bool = True,
+    ) -> int | None:
         """Return the dim that a block slices of what it is given; none of what ``is_whole``.
 
+        A comparison tells whether a guess was right, so later calls make none: ``is_compared``.
+
         Raises:
-            ValueError: If that dim is not as long as the sequence, as it was.
+            ValueError: If that dim is not as long as the sequence, as it was, or would be sliced
+                and was not given when the model was compared.
         """
         if not isinstance(x, Tensor):
             return None
         guess = None if is_whole else sequence_dim(x, length)
-        found = self.dims.setdefault((fqn, place, x.dim()), guess)
+        at = fqn, place, x.dim()
+        if guess is not None and at not in self.dims and not is_compared:
+            raise ValueError(
+                f"context_parallel: {fqn!r} is given a tensor along the sequence, of shape "
+                f"{tuple(x.shape)}, which it was not given when the model was compared with one "
+                "device, as a mask that is made only of batches with padding; make it in every "
+                f"call, or give it to the model as an argument, or {LEAVE_OUT}"
+            )
+        found = self.dims.setdefault(at, guess)
         if found is not None and x.shape[found] != length:
             raise ValueError(
                 f"context_parallel: expected {fqn!r} to be called with a tensor of {length} "

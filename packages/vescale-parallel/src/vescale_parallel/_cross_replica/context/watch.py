@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vescale_parallel._cross_replica.context.reach.lengths import LengthMode
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
@@ -43,8 +45,10 @@ class ForwardWatch:
         unequal: Of these modules, those with keys of another length than queries.
         returned_at: By stack, the place among what a block returned of what the next was given.
         last: The name of the stack that ran last.
+        num_passes: How often each stack ran.
         multiplying: By block, the innermost modules that multiplied activations with each other,
             as attention that is written out does.
+        steered: Modules whose code compared how many positions there are with other numbers.
         given: Shapes of what modules were given.
         token_wise: Whether modules returned one tensor of the positions of the one they were
             given.
@@ -60,12 +64,14 @@ class ForwardWatch:
         self.unequal: set[str] = set()
         self.returned_at: dict[str, int] = {}
         self.last: str | None = None
+        self.num_passes = Counter[str]()
         self.multiplying: dict[str, set[str]] = {}
+        self.steered: set[str] = set()
         self.given: dict[Place, tuple[int, ...]] = {}
         self.token_wise: dict[str, bool] = {}
         self.behind = WatchBehind()
         self._block: str | None = None
-        self._lengths = set[int]()  # of the sequences that a block is given, and of all joined
+        self._length, self._joined = 0, 0  # of what a block is given first, and of all joined
         self._left: list[Any] = []  # what the last block returned
         self._stack: str | None = None
         self._attends: str | None = None
@@ -84,8 +90,15 @@ class ForwardWatch:
         for fqn, module in model.named_modules():
             self._follow_within(module, fqn)
         products = ProductMode({id(x) for x in model.parameters()}, self._note_product)
-        with torch.no_grad(), interface_of(self), AttentionMode(self), products, _Noting(self):
+        lengths = LengthMode(self._length_now)
+        noting = _Noting(self)
+        with torch.no_grad(), interface_of(self), AttentionMode(self), products, noting, lengths:
             model(*args, **kwargs)
+
+    def _length_now(self) -> tuple[int, Callable[[], None]]:
+        is_in_block = self._block is not None and self._attends is None
+        length = self._length if is_in_block else self.behind.length_now
+        return length, functools.partial(self.steered.add, self._within[-1][0] if length else "")
 
     def scaled_dot_product(self, *args: Any, **kwargs: Any) -> Any:
         """Note ``F.scaled_dot_product_attention``, which computes what it does."""
@@ -106,7 +119,7 @@ class ForwardWatch:
 
     def _note_product(self, factors: Sequence[Tensor]) -> None:
         """Note one with the positions of the block in a dim, which experts have in none."""
-        has_positions = any(self._lengths & {*x.shape} for x in factors)
+        has_positions = any({self._length, self._joined} & {*x.shape} for x in factors)
         if self._block is not None and self._attends is None and has_positions:
             self.multiplying.setdefault(self._block, set()).add(self._within[-1][0])
 
@@ -148,8 +161,8 @@ class ForwardWatch:
             at = activation_of(leaves)
             first = None if at is None else leaves[at]
             lengths = [x.shape[1] for x in leaves if is_activation(x) and x.ndim == _ROWS]
-            own = {first.shape[1]} if first is not None and first.ndim > 1 else set[int]()
-            self._lengths = own | {sum(lengths)} if lengths else own
+            self._length = first.shape[1] if first is not None and first.ndim > 1 else 0
+            self._joined = sum(lengths)
             places = [at for at, x in enumerate(self._left) if x is first and x is not None]
             if places and fqn != stack[0]:
                 self.returned_at.setdefault(name_of(stack), places[0])
@@ -159,6 +172,7 @@ class ForwardWatch:
             self._note_returned(fqn, _, args, output)
             if fqn == stack[-1]:
                 self._stack, self.last = None, name_of(stack)
+                self.num_passes[self.last] += 1
                 at = self.returned_at.get(name_of(stack), 0)
                 self.behind.end_stack(name_of(stack), fqn, self._left[at:] or self._left)
                 self._left = []

@@ -67,7 +67,7 @@ _MIXING = {
 _TOKEN_LOSSES = (F.cross_entropy, F.nll_loss)
 _OVER_FEATURES = _names(
     """
-    amax amin argmax argmin cumsum flip log_softmax logsumexp softmax sort std var
+    amax amin argmax argmin cumsum log_softmax logsumexp softmax sort std var
     """
 )
 _METADATA = {
@@ -98,7 +98,7 @@ def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     _refuse_writes(name, args, kwargs)
     given = _sliced(pytree.tree_leaves((args, kwargs)))
     if given[0].along.in_blocks and given[0].is_floating_point() and name in _MIXING:
-        raise WholeError(repr(name))
+        raise WholeError(repr(name), given[0].along.call.module)
     given[0].along.call.gathered_by.append(name)
     args, kwargs = gathered((args, dict(kwargs)))
     return func(*args, **kwargs)
@@ -109,7 +109,13 @@ def _refuse_writes(name: str, args: Args, kwargs: Named) -> None:
     is_method = name.endswith("_") and not name.endswith("__")
     writes = is_method or name in _WRITES
     written = [*(args[:1] if writes else ()), kwargs.get("out")]
-    if _sliced(written):
+    found = _sliced(written)
+    if found and (module := found[0].along.call.module):
+        raise ValueError(
+            f"context_parallel: in {module!r} {name!r} writes to a tensor of which a rank has a "
+            "slice; compute a new tensor, as torch.where does"
+        )
+    if found:
         raise ValueError(
             f"context_parallel: {name!r} writes to a tensor behind the blocks of which a rank has "
             f"a slice; write a new tensor, or {WHOLE}"

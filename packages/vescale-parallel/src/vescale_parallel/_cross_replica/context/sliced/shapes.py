@@ -76,6 +76,16 @@ def _rolled(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     return SlicedTensor.of(func(x.local, *args[1:], **kwargs), x.along)
 
 
+def _flipped(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+    dims = _sizes(args) or kwargs.get("dims", ())
+    if not dims or not all(isinstance(dim, int) for dim in dims):
+        return None
+    x: SlicedTensor = args[0]
+    if x.along.dim in [dim % x.local.ndim for dim in dims]:
+        return None
+    return SlicedTensor.of(x.local.flip(tuple(dims)), x.along)
+
+
 def _top(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     given = dict(zip(("input", "k", "dim"), args, strict=False)) | {**kwargs}
     x: SlicedTensor = given["input"]
@@ -197,6 +207,7 @@ RULES = (
     (_flatten, ("flatten",)),
     (_unflatten, ("unflatten",)),
     (_rolled, ("roll",)),
+    (_flipped, ("flip",)),
     (_top, ("topk",)),
     (_triangle, ("tril", "triu")),
     (_transpose, ("transpose", "swapaxes", "swapdims", "permute")),

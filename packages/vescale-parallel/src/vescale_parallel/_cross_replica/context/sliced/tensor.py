@@ -38,9 +38,12 @@ class WholeError(ValueError):
         why: Which functions.
     """
 
-    def __init__(self, functions: str) -> None:
+    def __init__(self, functions: str, module: str) -> None:
         self.why = f"every rank would compute {functions} of whole sequences"
-        super().__init__(f"context_parallel: {self.why}")
+        super().__init__(
+            f"context_parallel: in {module!r} {self.why}; compute what it returns position by "
+            "position, or leave context_parallel out of the plan"
+        )
 
 
 @dataclass(eq=False)
@@ -50,12 +53,14 @@ class Call:
     Attributes:
         limit: Elements of the activation that left the last block.
         note: Is told of a tensor with more elements that had to be gathered.
+        module: The one in the blocks that is called; empty behind them.
         is_over: Whether it has returned.
         gathered_by: Names of functions that got whole tensors.
     """
 
     limit: int
     note: Callable[[], None]
+    module: str = ""
     is_over: bool = False
     gathered_by: list[str] = field(default_factory=list[str])
 
@@ -66,6 +71,11 @@ class Call:
                 "context_parallel: expected torch.utils.checkpoint around the module that "
                 "multiplies queries with keys, or around more, got it within that module; "
                 "checkpoint the module, or use recompute='full'"
+            )
+        if self.is_over and self.module:
+            raise ValueError(
+                f"context_parallel: {self.module!r} keeps a tensor of which a rank has a slice, "
+                "and other code reads it; have the module return it"
             )
         if self.is_over:
             raise ValueError(

@@ -1,0 +1,1 @@
+"""How far a comparison with one device reaches: to other lengths, flags and blocks."""
