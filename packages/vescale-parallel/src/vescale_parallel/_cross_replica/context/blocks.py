@@ -44,7 +44,7 @@ from .draws import DrawnDim, DrawsSlices
 from .leaving import around_one_stack
 from .shown import ShownModules
 from .slices import ContextRanks, Method, SequenceSlices
-from .slicing import LEAVE_OUT, Slicing, activation_of
+from .slicing import LEAVE_OUT, Slicing, activation_of, check_returned
 from .written import Combination, Place, WholeWrites
 
 Around = Callable[[], AbstractContextManager[None]]
@@ -363,12 +363,7 @@ class SlicedBlocks:
         if is_last:
             self._close_stack()
         if index is not None and is_last:
-            shape, own = tuple(leaves[index].shape), self.slices.sizes[self._ranks.rank]
-            if shape[1:2] != (own,):
-                raise ValueError(
-                    f"context_parallel: {fqn!r} returned activations of shape {shape}, not of this "
-                    f"rank's {own} of {self.slices.length} positions"
-                )
+            check_returned(fqn, leaves[index], self.slices, self._ranks.rank)
         if index is not None and is_last and not self._stays_sliced(stack):
             found, sums = (self.slices, self._ranks), self._has_parts(stack)
             leaves[index] = gather_slices(leaves[index], 1, *found, sums=sums)

@@ -13,7 +13,7 @@ from .behind import Behind
 from .draws import DrawKey, DrawnDim, WholeDraw
 from .leaving import Leaving
 from .shown import Shown
-from .slices import sequence_dim
+from .slices import SequenceSlices, sequence_dim
 from .written import Combination, Place
 
 LEAVE_OUT = "leave context_parallel out of the plan"
@@ -119,3 +119,17 @@ def activation_of(leaves: Iterable[Any]) -> int | None:
 def is_activation(x: Any) -> bool:
     """Whether something may be activations."""
     return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def check_returned(fqn: str | None, x: Tensor, slices: SequenceSlices, rank: int) -> None:
+    """Refuse activations that the last block returned, if they are of other positions.
+
+    Raises:
+        ValueError: If they are not as many as this rank's.
+    """
+    shape, own = tuple(x.shape), slices.sizes[rank]
+    if shape[1:2] != (own,):
+        raise ValueError(
+            f"context_parallel: {fqn!r} returned activations of shape {shape}, not this rank's "
+            f"{own} of {slices.length} positions"
+        )
