@@ -84,6 +84,54 @@ def test_slices_of_a_ring(world2: World, family: str) -> None:
     check_any(world2, {CP: 2, METHOD: "ring"}, family)
 
 
+DEEP = (("num_hidden_layers", 6), ("vocab_size", 140_000))
+DROPPING = (("n_layer", 6), ("vocab_size", 140_000), ("resid_pdrop", 0.1), ("attn_pdrop", 0.1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "more"), [("llama", DEEP), ("bloom", DEEP), ("gpt2", DROPPING), ("qwen3_moe", DEEP)]
+)
+def test_models_of_more_blocks_than_are_compared(world2: World, family: str, more: Any) -> None:
+    attention = "eager" if family in EAGER else "sdpa"
+    check(world2, {CP: 2}, family, length=13, attention=attention, steps=2, more=more)
+
+
+class Steered(Block):
+    """A block that is another function of long sequences, and by a flag."""
+
+    pools = False
+
+    def forward(self, x_BSF: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        made = super().forward(x_BSF, cos_SD, sin_SD)
+        if x_BSF.shape[1] > 20:
+            made = made * 2
+        return made + made.mean(1, keepdim=True) if self.pools else made
+
+
+def on_rank_that_is_steered(plan: Constraints) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = ByHand()
+    model.blocks = torch.nn.ModuleList(Steered() for _ in range(2))
+    model = model.double()
+    model = vescale.parallelize(make_plan(plan), model) if plan else model
+    losses = list[Tensor]()
+    for step, length in enumerate((13, 24, 9, 31)):
+        for block in model.blocks:
+            block.pools = step > 1
+        losses.append(model(**batch_of(step, length, "")))
+        losses[-1].backward()
+    return [*(loss.detach() for loss in losses), *(whole(p.grad) for p in model.parameters())]
+
+
+@pytest.mark.slow
+def test_lengths_and_flags_that_steer_blocks_are_one_device_s(world2: World) -> None:
+    expected = on_rank_that_is_steered({})
+    for found in world2.run(on_rank_that_is_steered, {CP: 2}):
+        for x, alone in zip(found, expected, strict=True):
+            same(x, alone)
+
+
 @pytest.mark.slow
 def test_heads_of_torch_s_attention_are_sharded_besides() -> None:
     cell = verified("encoding", "tp x cp", "float64")

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.context.guard import ContextGuard
+from vescale_parallel._cross_replica.context.leaving import part_of_whole
 from vescale_parallel._cross_replica.context.proof import proven_slicing
 from vescale_parallel._cross_replica.context.reach.all_blocks import of_all_blocks
+from vescale_parallel._cross_replica.context.slices import SequenceSlices
 from vescale_parallel._cross_replica.context.slicing import Slicing
 
 from .test_context import Block, Model, draws_by, ids, model_with
@@ -184,3 +186,35 @@ def test_blocks_of_a_kind_that_was_not_compared_are_refused() -> None:
     few = Deeper([plain, plain])
     with pytest.raises(ValueError, match=r"'blocks\.1' is of a kind that the smaller model"):
         of_all_blocks(proven(few), few, Deeper([plain, long]))
+
+
+def test_rows_and_positions_in_one_dim_are_known_of_a_call_with_one_row() -> None:
+    slices = SequenceSlices.over(9, 2, "all_to_all")
+    of_one_row = part_of_whole((9, 4), torch.ones(5, 4), slices, 0, "router")
+    assert of_one_row == part_of_whole((27, 4), torch.ones(15, 4), slices, 0, "router")
+
+
+class Padded(Model):
+    """Rows of padding attend to nothing, and are none of the numbers that count."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Masked(nn.Identity()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x.masked_fill(x.isnan(), 0) if self.training else x
+
+
+class Masked(Block):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        length = q.shape[2]
+        hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+        hidden[:2] = True
+        return (q @ k.mT).masked_fill(hidden, float("-inf")).softmax(-1) @ v
+
+
+def test_gradients_that_are_no_numbers_are_told() -> None:
+    with pytest.raises(ValueError, match="is not finite on one device"):
+        proven(Padded())

@@ -62,7 +62,8 @@ class DrawnDim:
                 f"random numbers of shape {shape} are drawn, and of {whole.shape} on one device, "
                 "which is not this rank's part of one dim"
             )
-        return DrawnDim(dim, is_folded=count > 1, order=noted)
+        # Of one row, (batch * sequence) is as (sequence,).
+        return DrawnDim(dim, is_folded=count > 1 or dim == 0, order=noted)
 
     def extents(self, shape: tuple[int, ...], extent: Extent, fqn: str) -> dict[int, Extent]:
         """Return what of what is drawn now a rank has, by dim."""

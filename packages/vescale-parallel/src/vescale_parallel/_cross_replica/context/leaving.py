@@ -50,11 +50,16 @@ class Leaving:
         whole: Shapes on one device, where the model is compared with it.
         dims: The one dim that is along the sequence, and whether within another one, as in
             (batch * sequence); None of what ranks have whole.
+        collected: Of modules around blocks, by number of dims: likewise, for all that they return,
+            of which there are more where there are more blocks than were compared.
     """
 
     whole: Shapes = field(default_factory=dict[Place, "tuple[int, ...]"])
     dims: dict[Place, tuple[int, bool] | None] = field(
         default_factory=dict[Place, "tuple[int, bool] | None"]
+    )
+    collected: Mapping[tuple[str, int], tuple[int, bool]] = field(
+        default_factory=dict[tuple[str, int], "tuple[int, bool]"]
     )
 
     def gather(
@@ -76,16 +81,28 @@ class Leaving:
         """
         is_changed = False
         for at, x in enumerate(leaves):
-            place = (fqn, at, x.dim()) if isinstance(x, Tensor) else None
-            if place is None or at == activation or place not in self.whole:
+            if not isinstance(x, Tensor) or at == activation:
                 continue
-            if place not in self.dims:
-                self.dims[place] = part_of_whole(self.whole[place], x, slices, ranks.rank, fqn)
-            found = self.dims[place]
+            found = self._found(fqn, at, x, slices, ranks)
             if found is not None:
                 leaves[at] = gathered_part(x, *found, slices, ranks, fqn, sums=sums)
                 is_changed = True
         return is_changed
+
+    def _found(
+        self, fqn: str, at: int, x: Tensor, slices: SequenceSlices, ranks: ContextRanks
+    ) -> tuple[int, bool] | None:
+        """Return the dim of a tensor that is to be gathered, and whether it is within another."""
+        collected = self.collected.get((fqn, x.dim()))
+        if collected is not None:  # beside what is whole, as what left the last block
+            dim, is_folded = collected
+            return None if not is_folded and x.shape[dim] == slices.length else collected
+        place = fqn, at, x.dim()
+        if place not in self.whole:
+            return None
+        if place not in self.dims:
+            self.dims[place] = part_of_whole(self.whole[place], x, slices, ranks.rank, fqn)
+        return self.dims[place]
 
 
 def part_of_whole(
@@ -101,7 +118,7 @@ def part_of_whole(
             f"context_parallel: {fqn!r} returns a tensor of shape {tuple(x.shape)}, of {whole} on "
             "one device, which is not this rank's part of the sequence in one dim"
         )
-    return dim, count > 1
+    return dim, count > 1 or dim == 0  # of one row, (batch * sequence) is as (sequence,)
 
 
 def gathered_part(

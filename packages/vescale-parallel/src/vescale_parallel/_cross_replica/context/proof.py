@@ -299,6 +299,11 @@ def _compare(expected: Results, runs: Sequence[Results], culprit: str | None) ->
         given = [x for x in found if x is not None]
         zero = torch.zeros_like(given[0]) if given else None
         mean = None if zero is None else sum(given, zero) / len(runs)
+        if whole is not None and not bool(whole.isfinite().all()):
+            raise NotSlicedError(
+                f"the gradient of {name!r} is not finite on one device, on random weights and the "
+                "first rows and positions of this batch; begin with a batch that is"
+            )
         if not _same_gradient(mean, whole):
             raise NotSlicedError(f"the gradient of {name!r} differs where it is given slices")
 
@@ -306,7 +311,15 @@ def _compare(expected: Results, runs: Sequence[Results], culprit: str | None) ->
 def _same(found: Tensor | None, expected: Tensor | None) -> bool:
     if found is None or expected is None:
         return found is expected
-    return close(found, expected, largest_of(expected))
+    return _close_where_finite(found, expected, expected)
+
+
+def _close_where_finite(found: Tensor, expected: Tensor, whole: Tensor) -> bool:
+    """Compare numbers, of which those of padding may be none: a row that attends to nothing."""
+    numbers, is_number = expected.isfinite(), found.isfinite()
+    if found.shape != expected.shape or not torch.equal(numbers, is_number):
+        return False
+    return close(found[numbers], expected[numbers], largest_of(whole[whole.isfinite()]))
 
 
 def _same_gradient(found: Tensor | None, expected: Tensor | None) -> bool:
@@ -329,7 +342,7 @@ def _first_difference(
         if any(
             fqn in each
             and each[fqn].shape == part.shape
-            and not close(each[fqn], part, largest_of(whole))
+            and not _close_where_finite(each[fqn], part, whole)
             for each, part in zip(notes, parts, strict=True)
         ):
             return fqn

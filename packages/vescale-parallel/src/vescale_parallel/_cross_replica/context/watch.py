@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.context.reach.lengths import LengthMode
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
@@ -22,6 +21,7 @@ from vescale_parallel._trace.rng_trace import drawn_order
 from .attention.heads import ARGUMENTS
 from .attention.intercept import AttentionMode
 from .attention.interface import interface_of
+from .attention.lengths import LengthMode
 from .attention.products import ProductMode
 from .behind import WatchBehind, is_token_wise
 from .blocks import name_of

@@ -1,1 +1,1 @@
-"""How far a comparison with one device reaches: to other lengths, flags and blocks."""
+"""How far a comparison with one device reaches: to other flags, and to more blocks."""

@@ -46,7 +46,11 @@ def of_all_blocks(slicing: Slicing, few: nn.Module, model: nn.Module) -> Slicing
         },
         dims=alike.places(slicing.dims),
         drawn=alike.places(slicing.drawn),
-        leaving=Leaving(alike.places(slicing.leaving.whole), alike.places(slicing.leaving.dims)),
+        leaving=Leaving(
+            alike.places(slicing.leaving.whole),
+            alike.places(slicing.leaving.dims),
+            alike.collected(slicing.leaving),
+        ),
         behind=behind,
         unequal=frozenset(alike.names(slicing.unequal)),
         across={
@@ -101,6 +105,26 @@ class _Alike:
             for (name, *rest), value in found.items()
             for fqn in self.names([name])
         }
+
+    def collected(self, leaving: Leaving) -> dict[tuple[str, int], tuple[int, bool]]:
+        """Return where sequences are in what modules around blocks return of them.
+
+        Raises:
+            NotSlicedError: If they return other tensors, which cannot be told from these.
+        """
+        found: dict[tuple[str, int], tuple[int, bool]] = {}
+        inside = tuple(f"{block}." for block in self.like)
+        for (fqn, _, ndim), where in leaving.dims.items():
+            if where is not None and not f"{fqn}.".startswith(inside):
+                found[fqn, ndim] = where
+        for (fqn, _, ndim), where in leaving.dims.items():
+            is_told = where is None and not found.get((fqn, ndim), (0, False))[1]
+            if not is_told and where != found.get((fqn, ndim), where):
+                raise NotSlicedError(
+                    f"{fqn!r} returns tensors of blocks, and others of {ndim} dims, which cannot "
+                    "be told apart where a smaller model with fewer blocks is compared"
+                )
+        return found
 
 
 def _stacks(model: nn.Module) -> Stacks:

@@ -21,7 +21,7 @@ _ALWAYS = 2  # positions that every slice has
 
 
 class Length(int):
-    """How many positions there are, or a number made of that; tells who compares it."""
+    """How many positions there are, or a number made of that; tells when it is compared."""
 
     tell: Callable[[], None]
     is_made: bool
