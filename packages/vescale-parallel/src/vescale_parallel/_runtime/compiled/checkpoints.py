@@ -1,10 +1,10 @@
 """Calls of a block that torch.utils.checkpoint repeats in backward, alike in both.
 
-[Note: repeated calls] The program may have blocks repeated in backward, by torch.utils.checkpoint.
-What autograd keeps in the second call stands for what it kept in the first, by number: so both have
-to be of the same operators, compiled or as they are written. The first one may be looked at by a
-mode that is long gone in backward. Its way is noted with the object that torch has for each region
-that it repeats.
+[Note: repeated calls] Programs may have blocks repeated in backward, by torch.utils.checkpoint.
+What autograd keeps in the second call stands for what it kept in the first, by number: so both
+have to be of the same operators, compiled or as written. The first one may be looked at by a mode
+that is long gone in backward. Its way is noted with the object that torch has for each region that
+it repeats.
 """
 
 from __future__ import annotations
