@@ -23,6 +23,7 @@ from vescale_parallel import ParallelPlan, check_signature, observed_calls
 from .bits import same_again, same_draws, same_initial, same_micro_batches
 from .compare import same_first_gradients, within_rounding
 from .host_generators import kept_host_state
+from .perturb import perturb
 from .record import Record
 from .report import Level, LevelResult, VerifyReport
 from .rounding import Expected, is_rounding, largest
@@ -245,7 +246,7 @@ def _expected(program: Program, plan: ParallelPlan) -> Expected:
     # Micro-batches draw one after the other, so their numbers are not those of a whole batch.
     in_shards = record.draws and num_parts(plan) > 1
     run = partial(shard_after_shard, plan=plan) if in_shards else on_one_device
-    changes = [partial(_perturb, epsilon=epsilon, seed=i) for i in range(_PERTURBATIONS)]
+    changes = [partial(perturb, epsilon=epsilon, seed=i) for i in range(_PERTURBATIONS)]
     turned = _against_noise(program, epsilon)
     return Expected(
         record=run(program) if in_shards else record,
@@ -269,32 +270,6 @@ class _Dtypes(TorchFunctionMode):
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self.found.add(leaf.dtype)
         return result
-
-
-def _perturb(model: nn.Module, epsilon: float, seed: int) -> None:
-    """Move every parameter, and what innermost modules return, by one epsilon, up or down.
-
-    What is summed over rows and positions moves with the size of its terms then, as rounding moves
-    it. A parameter moves all of them alike, which says nothing where they cancel: in the bias of a
-    classifier, with as many rows of each class.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def factors(x: Tensor) -> Tensor:
-        up = torch.randint(0, 2, x.shape, generator=generator).to(x)
-        return 1 + epsilon * (2 * up - 1)
-
-    def after(_: nn.Module, args: Any, output: Any) -> Tensor | None:
-        is_number = type(output) is Tensor and output.is_floating_point()
-        return output * factors(output.detach()) if is_number else None
-
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.mul_(factors(parameter))
-    for module in model.modules():
-        if not any(True for _ in module.children()):
-            module.register_forward_hook(after)
 
 
 def _against_noise(program: Program, epsilon: float) -> Program:

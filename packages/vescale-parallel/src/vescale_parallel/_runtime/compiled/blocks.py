@@ -47,6 +47,7 @@ from vescale_parallel._torch_private import (
     unseen_functions,
 )
 
+from .checkpoints import RepeatedCalls
 from .frames import CompiledFrames
 
 # Modes that need not see what blocks compute: they are about code between blocks, or go on without
@@ -141,6 +142,7 @@ class _CompiledForward:
         run = _calling(forward) if boundary is None else _crossing(forward, boundary)
         self._frames = CompiledFrames(run, num_modules)
         self._compiled = torch.compile(_seen_by(self._frames), backend=self._compiler)
+        self._repeated = RepeatedCalls()
         self._eager = ""
 
     def report(self) -> CompiledBlock:
@@ -149,9 +151,9 @@ class _CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiler = self._compiler
-        if compiler.failure or self._is_seen():
+        if self._repeated.runs_as_written(self._is_as_written):
             return self._forward(*args, **kwargs)
-        compiler.has_run = False
+        compiler.has_run, has_failed = False, bool(compiler.failure)
         try:
             with unseen_functions() if function_modes() else contextlib.nullcontext():
                 output = self._compiled(*args, **kwargs)
@@ -161,6 +163,9 @@ class _CompiledForward:
                 raise
             output = self._forward(*args, **kwargs)  # which raises what is the block's own fault
             compiler.failure = _first_line(error)
+            self._repeated.note_as_written()
+        if has_failed:
+            return output
         if compiler.failure:
             warn_at_user_line(
                 f"compile 'blocks': {self._fqn!r} is not compiled and runs as it is written, for "
@@ -169,6 +174,9 @@ class _CompiledForward:
         elif self._frames.given_up or not compiler.num_graphs:
             self._run_eager_as("; ".join(self._frames.given_up) or _NO_GRAPH)
         return output
+
+    def _is_as_written(self) -> bool:
+        return bool(self._compiler.failure) or self._is_seen()
 
     def _is_seen(self) -> bool:
         """Whether somebody has to see the operators of this call, or functions, one by one."""
