@@ -23,7 +23,7 @@ from vescale_parallel import ParallelPlan, check_signature, observed_calls
 from .bits import same_again, same_draws, same_initial, same_micro_batches
 from .compare import same_first_gradients, within_rounding
 from .host_generators import kept_host_state
-from .perturb import perturb
+from .perturb import perturbing
 from .record import Record
 from .report import Level, LevelResult, VerifyReport
 from .rounding import Expected, is_rounding, largest
@@ -246,11 +246,15 @@ def _expected(program: Program, plan: ParallelPlan) -> Expected:
     # Micro-batches draw one after the other, so their numbers are not those of a whole batch.
     in_shards = record.draws and num_parts(plan) > 1
     run = partial(shard_after_shard, plan=plan) if in_shards else on_one_device
-    changes = [partial(perturb, epsilon=epsilon, seed=i) for i in range(_PERTURBATIONS)]
     turned = _against_noise(program, epsilon)
+
+    def perturbed(seed: int) -> Record:
+        with perturbing(epsilon, seed) as change:
+            return run(turned, change=change)
+
     return Expected(
         record=run(program) if in_shards else record,
-        perturbed=[run(turned, change=change) for change in changes],
+        perturbed=[*map(perturbed, range(_PERTURBATIONS))],
         epsilon=epsilon,
         num_shards=num_data_ranks(plan) * num_parts(plan) if in_shards else 1,
         rows_and_tokens=rows_and_tokens(program.batches),
