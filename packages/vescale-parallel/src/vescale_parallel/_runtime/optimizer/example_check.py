@@ -183,9 +183,7 @@ class _Example:
             kept: list[nn.Parameter] = []
             for like, shape in _examples_of(group["params"], block_numel):
                 values, *grads = (
-                    _cut(torch.randn(shape, generator=generator), cut, block_numel).to(
-                        like.device, like.dtype
-                    )
+                    _cut(_drawn(shape, generator), cut, block_numel).to(like.device, like.dtype)
                     for _ in range(_STEPS + 1)
                 )
                 index = len(self.params)
@@ -247,6 +245,11 @@ def _examples_of(
         for shape in (*_SHAPES, _SHAPES[0])
     ]
     return [*found, *found] if len(found) < 5 else found
+
+
+def _drawn(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Draw numbers of one dtype: threads share the default, which a trial of one of them sets."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32)
 
 
 def _of_blocks(shape: tuple[int, ...], block_numel: int) -> tuple[int, ...]:
