@@ -20,6 +20,10 @@ from .test_context_written_out import METHOD, on_rank_evaluated, same
 from .training import whole
 
 
+def at_night(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*BY_HAND, *ATTENTION])
 def test_two_sequences_attend_together_as_on_one_device(world2: World, family: str) -> None:
@@ -31,11 +35,11 @@ def test_two_sequences_attend_together_as_on_one_device(world2: World, family: s
     ("family", "more"),
     [
         ("mixed", {DP: 2, ZERO: 3}),
-        ("double", {DP: 2, ZERO: 2, "recompute": "full"}),
         ("double", {PP: 2}),
         ("single", {TP: 2}),
-        ("registers", {TP: 2}),
-        ("mixed", {METHOD: "ring", DP: 2}),
+        at_night("double", {DP: 2, ZERO: 2, "recompute": "full"}),
+        at_night("registers", {TP: 2}),
+        at_night("mixed", {METHOD: "ring", DP: 2}),
     ],
 )
 def test_besides_other_axes(world4: World, family: str, more: Constraints) -> None:
@@ -43,7 +47,7 @@ def test_besides_other_axes(world4: World, family: str, more: Constraints) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["all_to_all", "ring"])
+@pytest.mark.parametrize("method", [at_night("all_to_all"), "ring"])
 def test_four_ranks_share_what_is_as_long_as_the_text(world4: World, method: str) -> None:
     check(world4, {CP: 4, METHOD: method}, "mixed", length=8)
 
@@ -62,7 +66,7 @@ def on_rank_of_lengths(family: str, plan: Constraints) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixed", "registers", "shifted"])
+@pytest.mark.parametrize("family", ["mixed", "shifted", at_night("registers")])
 def test_sequences_of_other_lengths(world2: World, family: str) -> None:
     expected = on_rank_of_lengths(family, {})
     for found in world2.run(on_rank_of_lengths, family, {CP: 2}):
@@ -71,7 +75,7 @@ def test_sequences_of_other_lengths(world2: World, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixed", "prefixed"])
+@pytest.mark.parametrize("family", ["prefixed", at_night("mixed")])
 def test_evaluation_is_that_of_one_device(world2: World, family: str) -> None:
     expected = on_rank_evaluated(family, {})
     for found in world2.run(on_rank_evaluated, family, {CP: 2}):
@@ -80,6 +84,6 @@ def test_evaluation_is_that_of_one_device(world2: World, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["double", "registers"])
+@pytest.mark.parametrize("family", ["double", at_night("registers")])
 def test_blocks_are_compiled_around_attention(world2: World, family: str) -> None:
     check_compiled(world2, family, {CP: 2}, (13, 9, 12))

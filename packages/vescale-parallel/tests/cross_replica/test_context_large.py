@@ -35,13 +35,13 @@ class Deep(Model):
 
 
 def test_a_large_model_is_compared_with_the_weights_of_one_block() -> None:
-    model = Deep(Wide(), Wide(), Wide(2 * WIDTH))
+    model = Deep(Wide(), Wide())
     assert is_large(model)
     copied = random_copy(model, alike=alike_parameters(model))
-    weights = [copied.get_submodule(f"blocks.{at}.qkv").weight for at in range(3)]
-    assert weights[0] is weights[1] is weights[2]
+    weights = [copied.get_submodule(f"blocks.{at}.qkv").weight for at in range(2)]
+    assert weights[0] is weights[1]
     whole = sum(p.numel() for p in model.parameters())
-    assert sum(p.numel() for p in copied.parameters()) < 0.76 * whole  # 3 of 4 widths
+    assert sum(p.numel() for p in copied.parameters()) < 0.51 * whole
     ContextGuard(model, 2, ids(), draws_by)
 
 
