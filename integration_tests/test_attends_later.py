@@ -35,6 +35,12 @@ class Twice(Block):
         return x_BSF + self.second(x_BSF) if self.is_on else x_BSF
 
 
+class ByNumber(Twice):
+    """Whose schedule is a number, of which no call is compared anew: it may count calls."""
+
+    is_on = 0
+
+
 class Gated(Block):
     """Attends when a schedule says so."""
 
@@ -45,7 +51,7 @@ class Gated(Block):
 
 
 def losses(
-    kind: type[Block], constraints: Constraints | None, calls: Calls = NOT_AT_FIRST
+    kind: type[Twice | Gated], constraints: Constraints | None, calls: Calls = NOT_AT_FIRST
 ) -> list[float]:
     """Return losses of calls that attend by a schedule."""
     torch.manual_seed(0)
@@ -57,7 +63,7 @@ def losses(
     found: list[float] = []
     for length, is_on in calls:
         for block in model.blocks:
-            block.is_on = is_on
+            block.is_on = type(kind.is_on)(is_on)
         loss = model(**batch_of(0, length, ""))
         loss.backward()
         found.append(loss.item())
@@ -77,11 +83,18 @@ SHORT: Calls = ((3, True), (2, True))
 
 
 @pytest.mark.parametrize("calls", [NOT_AT_FIRST, SHORT + NOT_AT_FIRST])
+def test_compiled_blocks_may_attend_once_more_by_a_flag(world2: World, calls: Calls) -> None:
+    expected = losses(Twice, None, calls)
+    for found in world2.run(losses, Twice, {CP: 2, **COMPILED}, calls):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("calls", [NOT_AT_FIRST, SHORT + NOT_AT_FIRST])
 def test_compiled_blocks_that_attend_once_more_are_refused_by_name(
     world2: World, calls: Calls
 ) -> None:
     message = "'blocks.0' is compiled and calls attention in a module in which it called none"
-    refused(world2, ValueError, message, losses, Twice, {CP: 2, **COMPILED}, calls)
+    refused(world2, ValueError, message, losses, ByNumber, {CP: 2, **COMPILED}, calls)
 
 
 def test_blocks_that_do_not_attend_at_first_are_refused(world2: World) -> None:
