@@ -75,6 +75,7 @@ JOINED: dict[str, tuple[Function, int]] = {
     ),
     "padded": (lambda x, t, w: F.pad(x * w, (1, 0, 2, 1), value=2.0)[:, 2:-1, 1:], 0),
     "shifted": (_shifted, 1),
+    "with nothing": (lambda x, t, w: torch.cat([x.new_zeros(0), x * w], 1), 0),
     "meeting": (lambda x, t, w: torch.cat([x, x * w], 1)[:, LENGTH:], 0),
     "mean": (
         lambda x, t, w: x * torch.cat([t * w, x], 1).mean(1, keepdim=True), 1,

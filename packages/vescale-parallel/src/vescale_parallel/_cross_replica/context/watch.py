@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import block_stacks
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import pytree, unseen_functions
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order
 
@@ -82,7 +82,7 @@ class ForwardWatch:
         """Run a model that is thrown away afterwards."""
         stacks = block_stacks(model)
         for fqn in around_one_stack(model, stacks):
-            hook = functools.partial(self._note_returned, fqn)
+            hook = _unseen(functools.partial(self._note_returned, fqn))
             model.get_submodule(fqn).register_forward_hook(hook)
         for stack in stacks:
             for fqn in stack:
@@ -177,8 +177,8 @@ class ForwardWatch:
                 self.behind.end_stack(name_of(stack), fqn, self._left[at:] or self._left)
                 self._left = []
 
-        block.register_forward_pre_hook(begin, with_kwargs=True)
-        block.register_forward_hook(end)
+        block.register_forward_pre_hook(_unseen(begin), with_kwargs=True)
+        block.register_forward_hook(_unseen(end))
 
     def _note_returned(self, fqn: str, _: nn.Module, args: Any, output: Any) -> None:
         self.returned.update(shapes_of(fqn, pytree.tree_leaves(output)))
@@ -196,8 +196,18 @@ class ForwardWatch:
             self.token_wise[fqn] = is_alike and self.token_wise.get(fqn, True)
             self.behind.end(fqn, module, args, kwargs, output)
 
-        module.register_forward_pre_hook(begin, with_kwargs=True)
-        module.register_forward_hook(end, with_kwargs=True)
+        module.register_forward_pre_hook(_unseen(begin), with_kwargs=True)
+        module.register_forward_hook(_unseen(end), with_kwargs=True)
+
+
+def _unseen(hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that looks at sizes itself, which modes are not to take for the model's."""
+
+    def run(*args: Any) -> None:
+        with unseen_functions():
+            hook(*args)
+
+    return run
 
 
 class _Noting(DrawMode):

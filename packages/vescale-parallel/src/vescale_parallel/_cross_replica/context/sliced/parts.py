@@ -47,7 +47,8 @@ def _behind_each_other(tensors: Sequence[Any], along: Along) -> Made:
     dim, ranks = along.dim, along.ranks
     ranges: list[list[Range]] = [[] for _ in range(ranks.size)]
     parts, end = list[Tensor](), 0
-    for x in tensors:
+    # torch joins with an empty tensor of one dim, as a cache that is empty has it.
+    for x in (x for x in tensors if x.shape != (0,)):
         is_sliced = isinstance(x, SlicedTensor)
         local = x.local if is_sliced else x
         if isinstance(local, DTensor) or (is_sliced and (x.along.dim, x.along.count) != (dim, 1)):
