@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -52,6 +53,14 @@ def test_four_ranks_share_what_is_as_long_as_the_text(world4: World, method: str
     check(world4, {CP: 4, METHOD: method}, "mixed", length=8)
 
 
+def check_alone(world: World, on_rank: Callable[..., list[Tensor]], family: str) -> None:
+    """Compare what every rank returns under context parallelism with what one device does."""
+    expected = on_rank(family, {})
+    for found in world.run(on_rank, family, {CP: 2}):
+        for x, alone in zip(found, expected, strict=True):
+            same(x, alone)
+
+
 def on_rank_of_lengths(family: str, plan: Constraints) -> list[Tensor]:
     """Return losses of sequences of other lengths, one as long as the text, and gradients."""
     model: Any = build(family)
@@ -68,19 +77,13 @@ def on_rank_of_lengths(family: str, plan: Constraints) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixed", "shifted", at_night("registers")])
 def test_sequences_of_other_lengths(world2: World, family: str) -> None:
-    expected = on_rank_of_lengths(family, {})
-    for found in world2.run(on_rank_of_lengths, family, {CP: 2}):
-        for x, alone in zip(found, expected, strict=True):
-            same(x, alone)
+    check_alone(world2, on_rank_of_lengths, family)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["prefixed", at_night("mixed")])
 def test_evaluation_is_that_of_one_device(world2: World, family: str) -> None:
-    expected = on_rank_evaluated(family, {})
-    for found in world2.run(on_rank_evaluated, family, {CP: 2}):
-        for x, alone in zip(found, expected, strict=True):
-            same(x, alone)
+    check_alone(world2, on_rank_evaluated, family)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from vescale_parallel._tensor_parallel.communicators import ThreadExchange
 from vescale_parallel._verify.threads import run_in_threads
 
 from .test_context import draws_by, ids
+from .test_shown_modules import Counting, cotangent
 
 ROWS, LENGTH, TEXT, FEATURES = 2, 7, 3, 6
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -91,16 +92,6 @@ JOINED: dict[str, tuple[Function, int]] = {
 }  # fmt: skip
 
 
-class Counting(ContextThreads):
-    """Ranks that are threads, which count what is gathered."""
-
-    num_gathered = 0
-
-    def all_gather(self, x: Tensor, dim: int, sizes: Any) -> Tensor:
-        self.num_gathered += 1
-        return super().all_gather(x, dim, sizes)
-
-
 def given() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = (ROWS, LENGTH, FEATURES), (ROWS, TEXT, FEATURES), (FEATURES,)
@@ -124,10 +115,6 @@ def on_rank(function: Function, method: Method, threads: ThreadExchange, rank: i
     return made.local.detach(), [x.grad, t.grad, w.grad], num_gathered
 
 
-def cotangent(like: Tensor) -> Tensor:
-    return torch.arange(like.numel(), dtype=torch.float64).view(like.shape).sin()
-
-
 @pytest.mark.parametrize(("method", "size"), [("all_to_all", 3), ("ring", 2)])
 @pytest.mark.parametrize("name", JOINED)
 def test_sequences_are_joined_and_taken_apart(name: str, method: Method, size: int) -> None:
@@ -137,7 +124,7 @@ def test_sequences_are_joined_and_taken_apart(name: str, method: Method, size: i
     (whole * cotangent(whole)).sum().backward()
     found = run_in_threads(size, lambda rank, threads: on_rank(function, method, threads, rank))
     slices = SequenceSlices.over(LENGTH, size, method)
-    # Products of fewer rows round in another order.
+    # Products of fewer rows, and sums over ranks, round in another order.
     for rank, (local, _, count) in enumerate(found):
         torch.testing.assert_close(local, slices.part(whole, 1, rank), rtol=1e-12, atol=1e-12)
         assert count == num_gathered

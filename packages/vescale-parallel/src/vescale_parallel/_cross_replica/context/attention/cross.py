@@ -120,8 +120,8 @@ class AttendsAcross:
     def interface_to_whole(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function of transformers' interface makes of such a sequence."""
         module, query, key, value, *others = args
-        mine = [self._rows(x, query, self.slices) for x in others]
-        named = {name: self._rows(x, query, self.slices) for name, x in kwargs.items()}
+        mine = [self._rows(x, query) for x in others]
+        named = {name: self._rows(x, query) for name, x in kwargs.items()}
         return self._inside(function, module, query, key, value, *mine, **named)
 
     def _all(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -138,10 +138,10 @@ class AttendsAcross:
         finally:
             self._is_inside = False
 
-    def _rows(self, x: Any, query: Tensor, slices: SequenceSlices) -> Any:
+    def _rows(self, x: Any, query: Tensor) -> Any:
         """Return what of a mask or bias (.., queries, keys) is of this rank's queries."""
         is_mask = isinstance(x, Tensor) and x.ndim >= query.ndim - 1
-        return self._rows_of(x, slices) if is_mask else x
+        return self._rows_of(x, self.slices) if is_mask else x
 
     def _rows_of(self, mask: Tensor, slices: SequenceSlices) -> Tensor:
         if mask.ndim < -_ROWS or mask.shape[_ROWS] != slices.length:

@@ -47,7 +47,7 @@ class AttendsSliced:
             return F.scaled_dot_product_attention(**gathered(named))
         if (mine := self._of_stack(query, given[1:])) is not None:
             attended = dict(zip(ARGUMENTS, mine, strict=False))
-            made = self._attention.of_own({**gathered(named | attended)})
+            made = self._attention.of_own(gathered(named | attended))
         else:
             whole = gathered({name: x for name, x in named.items() if name != "query"})
             made = self._attention.to_whole({**whole, "query": query.local}, query.along.slices)

@@ -44,6 +44,8 @@ def joined(func: Callable[..., Any], tensors: Sequence[Any], dim: int) -> Made:
 
 def _behind_each_other(tensors: Sequence[Any], along: Along) -> Made:
     """Return sequences behind each other; only in blocks, see the note above."""
+    if not along.in_blocks:
+        return None
     dim, ranks = along.dim, along.ranks
     ranges: list[list[Range]] = [[] for _ in range(ranks.size)]
     parts, end = list[Tensor](), 0
@@ -59,8 +61,6 @@ def _behind_each_other(tensors: Sequence[Any], along: Along) -> Made:
             mine += [(end + first, end + last) for first, last in found if first < last]
         parts.append(local)
         end += length
-    if not along.in_blocks:
-        return None
     slices = SequenceSlices(tuple(tuple(mine) or ((0, 0),) for mine in ranges))
     return SlicedTensor.of(torch.cat(parts, dim), replace(along, slices=slices))
 
