@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
 from .experts import build, tokens
+from .nightly import nightly_but
 from .odd_models import Loss
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints
 from .test_bad_input import check as check_refusal
@@ -159,8 +161,14 @@ def test_training_beside_data_parallelism_is_one_devices(world4: World, zero: in
 EXPERTS = "model.layers.*.mlp.experts"
 
 
-@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("implementation", "sequence"),
+    nightly_but(
+        itertools.product(["batched_mm", "grouped_mm"], [False, True]),
+        ("batched_mm", True),
+        ("grouped_mm", False),
+    ),
+)
 def test_all_weights_of_experts_with_biases_are_cut(implementation: str, sequence: bool) -> None:
     model = build("gpt_oss", implementation, **WIDE).float()
     found = propose_sharding(model, "auto", 2, sequence=sequence, example_batch=tokens(0))
@@ -176,8 +184,8 @@ def test_experts_with_biases_are_one_devices(world2: World, sequence: bool) -> N
     check(world2, constraints, "gpt_oss", "batched_mm", skewed=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("sequence", [False, True])
 def test_grouped_experts_with_biases_are_one_devices(world4: World, sequence: bool) -> None:
     expected, _ = in_float32(None, "gpt_oss")
     for made, _ in world4.run(in_float32, {DP: 1, TP: 4, SEQUENCE: sequence}, "gpt_oss"):

@@ -17,6 +17,7 @@ from vescale_testing import World
 from .experts import rows_of, tokens
 from .listed_experts import Model
 from .models import batches, build
+from .nightly import nightly_but
 from .plans import DP, EP, PP, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -85,7 +86,7 @@ def of_a_plan(name: str, dtype: torch.dtype, constraints: Constraints) -> dict[s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("plan", AS_MICROBATCHES)
+@pytest.mark.parametrize("plan", nightly_but(AS_MICROBATCHES, "zero3", "pp"))
 @pytest.mark.parametrize("name", ["hand_written", "llama"])
 def test_bits_are_those_of_one_device_and_its_micro_batches(
     world1: World, world2: World, name: str, plan: str, dtype: torch.dtype
@@ -143,8 +144,10 @@ def with_listed_experts(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize(
+    "dtype", nightly_but([torch.bfloat16, torch.float16], torch.bfloat16), ids=str
+)
+@pytest.mark.parametrize("zero", nightly_but([0, 3], 3))
 def test_listed_experts_that_ranks_share_make_rows_of_another_dtype(
     world2: World, dtype: torch.dtype, zero: int, skewed: bool
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches, build
+from .nightly import nightly_but
 from .plans import (
     DP,
     EP,
@@ -203,7 +205,7 @@ def optimize(constraints: Constraints, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["zero1", "zero3", "tp", "pp-1f1b"])
+@pytest.mark.parametrize("plan", nightly_but(["zero1", "zero3", "tp", "pp-1f1b"], "zero3"))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_of_which_nothing_is_known_is_refused_on_parts(
     world2: World, name: str, plan: str
@@ -369,7 +371,7 @@ def check_failure(world: World, directory: Path, case: tuple[Constraints, str, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FAILURES)
+@pytest.mark.parametrize("case", nightly_but(FAILURES, "zero3", "pp-backward"))
 def test_ranks_that_wait_for_one_that_raised_stop_and_name_it(
     broken2: World, tmp_path: Path, case: str
 ) -> None:
@@ -377,7 +379,7 @@ def test_ranks_that_wait_for_one_that_raised_stop_and_name_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", FAILURES_OF_FOUR)
+@pytest.mark.parametrize("case", nightly_but(FAILURES_OF_FOUR, "tp-zero3"))
 def test_ranks_on_another_axis_than_one_that_raised_stop_and_name_it(
     broken4: World, tmp_path: Path, case: str
 ) -> None:
@@ -430,8 +432,15 @@ def change(constraints: Constraints, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp", "zero3", "tp", "pp-1f1b"])
-@pytest.mark.parametrize("kind", ["double", "bfloat16", "data", "assign"])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    nightly_but(
+        itertools.product(
+            ["double", "bfloat16", "data", "assign"], ["dp", "zero3", "tp", "pp-1f1b"]
+        ),
+        ("double", "dp"), ("bfloat16", "zero3"), ("data", "tp"), ("assign", "pp-1f1b"),
+    ),
+)  # fmt: skip
 def test_a_change_that_the_engine_would_not_see_is_refused_at_the_next_call(
     broken2: World, kind: str, plan: str
 ) -> None:
@@ -452,7 +461,7 @@ def copied_loss(constraints: Constraints) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
+@pytest.mark.parametrize("plan", nightly_but(["dp", "zero3", "tp"], "zero3"))
 def test_a_copy_has_parameters_of_its_own(world2: World, plan: str) -> None:
     for after, before in world2.run(copied_loss, TWO[plan]):
         assert after == before

@@ -16,6 +16,7 @@ from vescale_testing import World
 from .contexts import ROWS, batch_of, build, rows_of, train
 from .experts import Trained, adamw
 from .families import InDouble
+from .nightly import nightly_but
 from .plans import CP, DP, TP, ZERO, Constraints, make_plan
 from .test_expert_parallel import compare
 from .training import whole
@@ -46,7 +47,7 @@ def test_two_ranks_share_the_sequences_of_a_causal_model(world2: World, family: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@pytest.mark.parametrize("family", nightly_but(["llama", "gpt2", "mistral"], "llama"))
 def test_four_ranks_share_sequences_that_they_do_not_divide(world4: World, family: str) -> None:
     check(world4, {CP: 4}, family, length=13)
 
@@ -83,13 +84,13 @@ def test_losses_are_made_outside_of_the_model(world3: World, method: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", nightly_but([0, 1, 2, 3], 0, 3))
 def test_ranks_share_sequences_and_batches_under_every_stage(world4: World, zero: int) -> None:
     check(world4, {CP: 2, DP: 2, ZERO: zero}, "by_hand", length=9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", nightly_but([1, 2, 3], 2))
 def test_ranks_that_share_sequences_share_parameters(world2: World, zero: int) -> None:
     check(world2, {CP: 2, ZERO: zero}, "by_hand", length=9)
 
@@ -252,7 +253,7 @@ def check_dropout(world: World, family: str, plan: Constraints) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", DROPOUTS)
+@pytest.mark.parametrize("family", nightly_but(DROPOUTS, "gpt2"))
 def test_dropout_before_blocks_is_that_of_one_device(world4: World, family: str) -> None:
     check_dropout(world4, family, {CP: 2, DP: 2, ZERO: 3, "recompute": "full"})
 

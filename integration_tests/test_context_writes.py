@@ -14,6 +14,7 @@ from vescale_testing import World
 
 from .contexts import Block, ByHand, batch_of, rows_of
 from .families import InDouble
+from .nightly import nightly_but
 from .plans import CP, DP, PARTS, PP, ZERO, Constraints, make_plan
 
 EXPERTS = 4
@@ -138,7 +139,7 @@ IN_PARTS = "batch.gradient_accumulation"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize("kind", nightly_but(COUNTED, "added"))
 @pytest.mark.parametrize("plan", [{CP: 2, IN_PARTS: 2}, {DP: 2, IN_PARTS: 2}], ids=str)
 def test_what_rows_add_to_is_summed_over_micro_batches(
     world2: World, kind: str, plan: Constraints
@@ -152,7 +153,7 @@ def test_what_rows_add_to_is_summed_over_micro_batches_of_stages(world2: World) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", COUNTED)
+@pytest.mark.parametrize("kind", nightly_but(COUNTED, "added"))
 def test_what_rows_add_to_is_summed_over_data_ranks_of_slices(world4: World, kind: str) -> None:
     check(world4, [kind], {CP: 2, DP: 2, ZERO: 3})
 

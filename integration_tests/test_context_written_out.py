@@ -16,6 +16,7 @@ from .contexts import Block, ByHand, batch_of, build
 from .experts import adamw
 from .families import InDouble
 from .matrix import verified
+from .nightly import nightly, nightly_but
 from .plans import CP, DP, PP, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 from .test_compile_context import check as check_compiled
@@ -54,7 +55,7 @@ def test_families_that_write_attention_out(world2: World, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["t5", "bart", "translator"])
+@pytest.mark.parametrize("family", nightly_but(["t5", "bart", "translator"], "bart"))
 def test_decoders_read_what_encoders_return(world4: World, family: str) -> None:
     check_any(world4, {CP: 4}, family)
     check(world4, {CP: 4}, family, length=13)  # both sequences are of one length by chance
@@ -65,11 +66,11 @@ def test_decoders_read_what_encoders_return(world4: World, family: str) -> None:
     ("family", "more"),
     [
         ("with_buffer", {DP: 2, ZERO: 3}),
-        ("bloom", {DP: 2, ZERO: 2}),
-        ("gptj", {TP: 2}),
+        nightly("bloom", {DP: 2, ZERO: 2}),
+        nightly("gptj", {TP: 2}),
         ("with_buffer", {TP: 2}),
-        ("t5", {DP: 2, ZERO: 3}),
-        ("bart", {TP: 2}),
+        nightly("t5", {DP: 2, ZERO: 3}),
+        nightly("bart", {TP: 2}),
         ("dropping", {PP: 2}),
         ("encoder", {DP: 2, "recompute": "full"}),
     ],
@@ -90,7 +91,13 @@ DROPPING = (("n_layer", 6), ("vocab_size", 140_000), ("resid_pdrop", 0.1), ("att
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "more"), [("llama", DEEP), ("bloom", DEEP), ("gpt2", DROPPING), ("qwen3_moe", DEEP)]
+    ("family", "more"),
+    [
+        ("llama", DEEP),
+        nightly("bloom", DEEP),
+        nightly("gpt2", DROPPING),
+        nightly("qwen3_moe", DEEP),
+    ],
 )
 def test_models_of_more_blocks_than_are_compared(world2: World, family: str, more: Any) -> None:
     attention = "eager" if family in EAGER else "sdpa"
@@ -228,7 +235,7 @@ def test_evaluation_is_that_of_one_device(world2: World, family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["with_buffer", "of_torch", "t5"])
+@pytest.mark.parametrize("family", nightly_but(["with_buffer", "of_torch", "t5"], "with_buffer"))
 def test_blocks_are_compiled_around_attention(world2: World, family: str) -> None:
     check_compiled(world2, family, {CP: 2}, (13, 9, 12))
 
@@ -245,7 +252,7 @@ def on_rank_generated(family: str, plan: Constraints) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["t5", "bart", "bloom"])
+@pytest.mark.parametrize("family", nightly_but(["t5", "bart", "bloom"], "bloom"))
 def test_ranks_generate_what_one_device_does(world2: World, family: str) -> None:
     expected = on_rank_generated(family, {})
     for found in world2.run(on_rank_generated, family, {CP: 2}):

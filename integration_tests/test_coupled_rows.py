@@ -37,9 +37,9 @@ PLANS: dict[str, tuple[int, int, Constraints]] = {
 DATA = ("dp", "zero2", "dp-3-rows", "zero3", "zero1")
 BY_DAY = {
     *((name, DATA[index % len(DATA)]) for index, name in enumerate((*LOSSES, *MODELS))),
-    *(("tasks", plan) for plan in PLANS),
-    *(("ppo", plan) for plan in ("tp", "tp-dp", "pp")),
-    *(("batch_norm_1d", plan) for plan in ("tp", "tp-dp")),
+    *(("tasks", plan) for plan in ("tp-dp", "pp")),
+    ("ppo", "tp"),
+    ("batch_norm_1d", "tp-dp"),
 }
 OF_HOURS = {"siglip", "mixtral", "wav2vec2", "whisper", "translator", "translator_dropout"}
 

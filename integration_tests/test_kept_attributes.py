@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vescale_testing import World
 
+from .nightly import nightly_but
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import WIDTH, Block, Plain, Run, both, right, rows
 from .test_bad_input import check
@@ -200,7 +201,7 @@ COUNTING: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("plan", [PIPELINED, ACCUMULATED, RECOMPUTED])
-@pytest.mark.parametrize("kind", COUNTING)
+@pytest.mark.parametrize("kind", nightly_but(COUNTING, "blocks", "object"))
 def test_a_counter_counts_calls_of_the_model(world2: World, kind: str, plan: Constraints) -> None:
     right(world2, functools.partial(trained, kind), plan)
 
@@ -237,14 +238,14 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("plan", [{DP: 2}, {TP: 2}, ACCUMULATED, RECOMPUTED])
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", nightly_but(MAKE, "python", "torch"))
 def test_generators_that_modules_hold_draw_the_numbers_of_one_device(
     world2: World, kind: str, plan: Constraints
 ) -> None:
     right(world2, functools.partial(trained, kind), plan)
 
 
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("kind", nightly_but(MAKE, "numpy"))
 def test_a_pipeline_refuses_draws_from_generators_that_modules_hold(
     world2: World, kind: str
 ) -> None:

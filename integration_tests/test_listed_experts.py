@@ -15,6 +15,7 @@ from vescale_testing import World
 
 from .experts import LENGTH, Trained, adamw, rows_of, tokens
 from .listed_experts import HIDDEN, LAYERS, Model, train_layers
+from .nightly import nightly_but
 from .plans import DP, EP, PARTS, PP, ZERO, Constraints, make_plan
 from .test_expert_parallel import compare
 from .training import whole
@@ -46,7 +47,7 @@ def test_two_ranks_share_a_list_of_experts(world2: World, layer: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", nightly_but(LAYERS, "OldMixtral", "Slots"))
 def test_experts_of_a_list_without_tokens_have_gradients_if_they_are_called(
     world2: World, layer: str
 ) -> None:
@@ -54,9 +55,7 @@ def test_experts_of_a_list_without_tokens_have_gradients_if_they_are_called(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "zero", [0, *(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 2)), 3]
-)
+@pytest.mark.parametrize("zero", nightly_but([0, 1, 2, 3], 3))
 @pytest.mark.parametrize(("size", "num_experts"), [(2, 4), (4, 6)])
 def test_four_ranks_share_lists_under_every_stage(
     world4: World, size: int, zero: int, num_experts: int

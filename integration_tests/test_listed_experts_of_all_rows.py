@@ -16,6 +16,7 @@ from vescale_testing import World
 
 from .experts import VOCABULARY, adamw, rows_of, tokens
 from .listed_experts import HIDDEN, mlp
+from .nightly import nightly_but
 from .plans import DP, EP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -149,7 +150,7 @@ MORE: list[Constraints] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_but(KINDS, "returned", "switch"))
 def test_owners_of_lists_compute_over_all_rows(world2: World, kind: str) -> None:
     check(world2, kind, {DP: 2, EP: 2})
 

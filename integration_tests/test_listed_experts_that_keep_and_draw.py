@@ -156,7 +156,7 @@ def test_generators_stay_together_where_values_decide_what_is_drawn(
     assert torch.equal(one, other)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_dropout_of_experts_is_drawn_once_more_by_recomputed_blocks(world2: World) -> None:
     kept = world2.run(trained, {DP: 2, EP: 2}, 0.3)
     again = world2.run(trained, {DP: 2, EP: 2, "recompute": "full", ZERO: 3}, 0.3)

@@ -131,13 +131,9 @@ PLANS: dict[str, Constraints] = {
 }
 
 
-CASES = [
-    ("zero0", Block),
-    *(pytest.param(p, k, marks=pytest.mark.nightly) for p in PLANS for k in (Block, Whole)),
-]
-
-
-@pytest.mark.parametrize(("plan", "kind"), CASES)
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", [Block, Whole])
 def test_blocks_of_each_of_many_models_are_compiled(
     world2: World, plan: str, kind: type[nn.Module]
 ) -> None:

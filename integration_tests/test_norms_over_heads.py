@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
 from .families import LENGTH, ROWS, VOCABULARY, hugging_face, tokens
+from .nightly import nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
@@ -107,17 +109,17 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, family: s
     ("family", "constraints"),
     [
         ("olmo2", {TP: 4, SEQUENCE: True}),
-        ("by_hand", {TP: 2, DP: 2, ZERO: 3}),
         ("by_hand", {TP: 2, DP: 2, SEQUENCE: True, "compile": "blocks", BACKEND: "aot_eager"}),
-        ("olmo2", {TP: 2, PP: 2, PARTS: 2, SEQUENCE: True}),
-        *(
-            pytest.param(family, plan, marks=pytest.mark.nightly)
-            for family in OTHERS
-            for plan in PLANS
+        *nightly_but(
+            [
+                ("by_hand", {TP: 2, DP: 2, ZERO: 3}),
+                ("olmo2", {TP: 2, PP: 2, PARTS: 2, SEQUENCE: True}),
+                *itertools.product(OTHERS, PLANS),
+            ]
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_four_ranks_have_the_losses_and_gradients_of_one(
     world4: World, family: str, constraints: Constraints
 ) -> None:

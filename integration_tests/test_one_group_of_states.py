@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, InDouble, hugging_face, tokens
+from .nightly import nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
@@ -125,7 +127,7 @@ def batch() -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", nightly_but(MIXERS, "falcon_h1", "mamba2", "by_hand"))
 @pytest.mark.parametrize("sequence", [False, True])
 def test_their_layers_are_sharded(name: str, sequence: bool) -> None:
     model = build(name)
@@ -138,7 +140,7 @@ def test_their_layers_are_sharded(name: str, sequence: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", nightly_but(MIXERS, "nemotron_h", "mamba2", "by_hand"))
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, name: str) -> None:
     compare(world2, build, name, {TP: 2})
 
@@ -148,24 +150,24 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, name: str
     ("name", "constraints"),
     [
         ("bamba", {TP: 4, SEQUENCE: True}),
-        ("granitemoehybrid", {TP: 2, DP: 2, ZERO: 3, SEQUENCE: True}),
-        ("nemotron_h", {TP: 2, PP: 2, PARTS: 2}),
         ("mamba2", {TP: 2, DP: 2, ZERO: 1}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 2, "compile": "blocks", BACKEND: "aot_eager"}),
-        ("bamba", {TP: 2, PP: 2, PARTS: 2, SEQUENCE: True}),
-        ("falcon_h1", {TP: 2, DP: 2, ZERO: 3, SEQUENCE: True}),
-        ("falcon_h1", {TP: 4}),
-        *(
-            pytest.param(name, plan, marks=pytest.mark.nightly)
-            for name in MIXERS
-            for plan in (
-                {TP: 4}, {TP: 2, DP: 2, ZERO: 2, SEQUENCE: True}, {TP: 2, PP: 2, PARTS: 2},
-            )
+        *nightly_but(
+            itertools.product(
+                MIXERS,
+                (
+                    {TP: 4},
+                    {TP: 2, DP: 2, ZERO: 2, SEQUENCE: True},
+                    {TP: 2, DP: 2, ZERO: 3, SEQUENCE: True},
+                    {TP: 2, PP: 2, PARTS: 2},
+                ),
+            ),
+            ("by_hand", {TP: 2, PP: 2, PARTS: 2}),
         ),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_four_ranks_have_the_losses_and_gradients_of_one(
     world4: World, name: str, constraints: Constraints
 ) -> None:
@@ -200,9 +202,10 @@ def steps(name: str, constraints: Constraints | None) -> tuple[list[float], dict
 
 
 @pytest.mark.slow
-def test_parameters_after_steps_of_adamw_are_those_of_one_device(world4: World) -> None:
-    losses, parameters = steps("bamba", None)
-    runs = world4.run(steps, "bamba", {TP: 2, DP: 2, ZERO: 3, SEQUENCE: True})
+@pytest.mark.parametrize("name", nightly_but(["bamba", "mamba2"], "mamba2"))
+def test_parameters_after_steps_of_adamw_are_those_of_one_device(world4: World, name: str) -> None:
+    losses, parameters = steps(name, None)
+    runs = world4.run(steps, name, {TP: 2, DP: 2, ZERO: 3, SEQUENCE: True})
     mean = [sum(each) / len(runs) for each in zip(*(found for found, _ in runs), strict=True)]
     assert mean == pytest.approx(losses, rel=1e-12)
     for _, found in runs:
@@ -223,7 +226,9 @@ def generated(name: str, constraints: Constraints | None) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"])
+@pytest.mark.parametrize(
+    "name", nightly_but(["bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"], "nemotron_h")
+)
 def test_models_with_them_generate(world2: World, name: str) -> None:
     expected = generated(name, None)
     assert all(torch.equal(each, expected) for each in world2.run(generated, name, {TP: 2}))
