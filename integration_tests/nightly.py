@@ -23,3 +23,15 @@ def _marked(variant: Any) -> Any:
 def nightly(*values: Any) -> Any:
     """Return one variant, a value for each name, that runs at night only."""
     return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def in_turns(first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """Return all pairs of two kinds of variants, ``nightly`` but for one pair of each variant."""
+    rows, columns = [*first], [*second]
+    num_kept = max(len(rows), len(columns))
+    kept = {(i % len(rows), i % len(columns)) for i in range(num_kept)}
+    return [
+        (row, column) if (i, j) in kept else nightly(row, column)
+        for i, row in enumerate(rows)
+        for j, column in enumerate(columns)
+    ]

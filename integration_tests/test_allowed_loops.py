@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from vescale_testing import World
 
+from .nightly import in_turns, nightly_but
 from .programs import (
     ALL,
     DATA,
@@ -110,8 +111,9 @@ def failed_backward(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ALL)
-@pytest.mark.parametrize("program", [two_losses, evaluation_between, group_later])
+@pytest.mark.parametrize(
+    ("program", "plan"), in_turns([two_losses, evaluation_between, group_later], ALL)
+)
 def test_a_loop_that_torch_allows_is_right_or_refused(
     world2: World, program: Program, plan: str
 ) -> None:
@@ -119,8 +121,10 @@ def test_a_loop_that_torch_allows_is_right_or_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", DATA)
-@pytest.mark.parametrize("program", [backward_twice, failed_backward, penalty_first, penalty_last])
+@pytest.mark.parametrize(
+    ("program", "plan"),
+    in_turns([backward_twice, failed_backward, penalty_first, penalty_last], DATA),
+)
 def test_a_loop_without_a_pipeline_is_right_or_refused(
     world2: World, program: Program, plan: str
 ) -> None:
@@ -178,12 +182,12 @@ def skipped_blocks(run: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", DATA)
+@pytest.mark.parametrize("plan", nightly_but(DATA, "zero3"))
 def test_a_choice_by_the_first_row_is_that_of_the_whole_batch(world2: World, plan: str) -> None:
     right_or_refused(world2, skipped_by_first_row, DATA[plan])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", DATA)
+@pytest.mark.parametrize("plan", nightly_but(DATA, "zero3"))
 def test_blocks_left_out_on_some_ranks_do_not_mix_up_parameters(world2: World, plan: str) -> None:
     right_or_refused(world2, skipped_blocks, DATA[plan])

@@ -7,6 +7,7 @@ import pytest
 from vescale_testing import World
 
 from . import habits_of_derivatives as habits
+from .nightly import in_turns
 from .plans import DP, TP, ZERO, Constraints
 from .programs import Program, both, right
 from .test_bad_input import check
@@ -27,8 +28,7 @@ OTHERS: list[Program] = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("program", RIGHT)
+@pytest.mark.parametrize(("program", "plan"), in_turns(RIGHT, PLANS))
 def test_a_loss_of_derivatives_gives_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:

@@ -26,7 +26,7 @@ FAMILIES = (
     "nanogpt", "branching", "encoding", "llama", "two_key_value_heads", "mixtral", "qwen3",
     "gemma2", "gpt2", "bert", "t5", "vit",
 )  # fmt: skip
-FEW = [("llama", 8), ("nanogpt", 6), ("two_key_value_heads", 3), ("vit", 4), ("vit", 6)]
+FEW = [("llama", 8), ("two_key_value_heads", 3), ("vit", 6)]
 OTHERS = [(f, w) for f in FAMILIES for w in range(1, 9) if (f, w) not in FEW]
 # Nothing, and each kind of parallelism where it can be.
 WISHES: list[dict[str, Any]] = [

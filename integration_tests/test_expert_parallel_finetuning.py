@@ -17,6 +17,7 @@ from vescale_testing import World
 
 from .experts import AllInDouble, build, rows_of, tokens
 from .listed_experts import LAYERS, Model
+from .nightly import nightly
 from .plans import DP, EP, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -120,12 +121,12 @@ def check(world: World, kind: str, family: str, plan: Constraints, **more: Any) 
 @pytest.mark.parametrize(
     ("kind", "family", "zero"),
     [
-        ("no_experts", "mixtral", 0),
+        nightly("no_experts", "mixtral", 0),
         ("no_experts", "Slots", 3),
         ("some_of_each", "mixtral", 3),
-        ("some_of_each", "Slots", 0),
-        ("experts", "OldMixtral", 1),
-        ("head", "Slots", 0),
+        nightly("some_of_each", "Slots", 0),
+        nightly("experts", "OldMixtral", 1),
+        nightly("head", "Slots", 0),
     ],
 )
 def test_frozen_parts_stay_and_the_others_train_as_on_one_device(
@@ -147,11 +148,11 @@ def test_three_ranks_share_experts(world3: World, family: str, more: dict[str, A
 @pytest.mark.parametrize(
     ("kind", "family", "plan"),
     [
-        ("lora", "mixtral", {EP: 2, ZERO: 3}),
+        nightly("lora", "mixtral", {EP: 2, ZERO: 3}),
         ("lora_of_lists", "DeepSeek", {EP: 2}),
-        ("lora_of_stacks", "qwen3_moe", {EP: 2, ZERO: 3}),
+        nightly("lora_of_stacks", "qwen3_moe", {EP: 2, ZERO: 3}),
         ("lora_of_all", "mixtral", {EP: 2, **RECOMPUTE}),
-        ("lora_of_stacks", "qwen3_moe", RECOMPUTE),
+        nightly("lora_of_stacks", "qwen3_moe", RECOMPUTE),
     ],
     ids=str,
 )

@@ -15,6 +15,7 @@ from vescale_testing import World
 
 from .experts import FAMILIES, AllInDouble, adamw, build, rows_of, tokens
 from .listed_experts import Model
+from .nightly import nightly, nightly_but
 from .plans import DP, EP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as check_refusal
 from .test_expert_parallel import check
@@ -29,7 +30,7 @@ BOTH: Constraints = {DP: 2, EP: 2, TP: 2}
     ("family", "sequence"),
     [
         ("mixtral", False),
-        ("gpt_oss", False),
+        nightly("gpt_oss", False),
         ("qwen3_moe", True),
         pytest.param("deepseek_v3", False, marks=pytest.mark.nightly),
         pytest.param("mixtral", True, marks=pytest.mark.nightly),
@@ -121,7 +122,7 @@ def test_lists_of_experts_are_refused_under_tensor_parallelism(world4: World) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", nightly_but(FAMILIES, "mixtral", "deepseek_v3"))
 def test_experts_of_every_family_are_cut_beside_a_cut_sequence(family: str) -> None:
     model = build(family, "batched_mm")
     plan = propose_sharding(model, "auto", 2, sequence=True, example_batch=tokens(0)).plan

@@ -16,6 +16,7 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches, build
+from .nightly import in_turns, nightly_but
 from .plans import DP, FOUR, ONE, PARTS, PP, TP, TWO, Constraints, make_plan
 from .training import whole
 
@@ -64,7 +65,9 @@ def worlds(world1: World, world2: World, world4: World) -> dict[int, World]:
 
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_model = pytest.mark.parametrize("name", ["llama", "gpt2", "hand_written"])
+every_model = pytest.mark.parametrize(
+    "name", nightly_but(["llama", "gpt2", "hand_written"], "gpt2")
+)
 
 
 def on_every_rank(
@@ -252,8 +255,7 @@ def gradients(constraints: Constraints, when: str) -> None:
 
 
 @pytest.mark.slow
-@every_kind
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(("kind", "when"), in_turns(KINDS, ["before", "after"]))
 def test_a_hook_of_a_parameter_gets_the_reduced_gradient_once(
     worlds: dict[int, World], kind: str, when: str
 ) -> None:

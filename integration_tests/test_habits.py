@@ -15,6 +15,7 @@ from . import (
     habits_of_models as models,
     habits_of_optimizers as optimizers,
 )
+from .nightly import in_turns
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .programs import Program, assert_right, both, right
 from .test_bad_input import check
@@ -81,8 +82,7 @@ REFUSED_ON_ROWS: dict[str, tuple[Program, str]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("program", RIGHT)
+@pytest.mark.parametrize(("program", "plan"), in_turns(RIGHT, PLANS))
 def test_a_habit_gives_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:
@@ -90,8 +90,9 @@ def test_a_habit_gives_the_numbers_of_one_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
-@pytest.mark.parametrize("program", RIGHT_WITHOUT_PIPELINE)
+@pytest.mark.parametrize(
+    ("program", "plan"), in_turns(RIGHT_WITHOUT_PIPELINE, ["dp", "zero3", "tp"])
+)
 def test_a_habit_without_a_pipeline_gives_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vescale_testing import World
 
-from .nightly import nightly_but
+from .nightly import in_turns
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import WIDTH, Block, Program, Run, right, rows
 
@@ -97,8 +97,7 @@ def program(name: str, passes: int = 1) -> Program:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(PLANS, "zero2", "zero3", "pp"))
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(("name", "plan"), in_turns(PROGRAMS, PLANS))
 def test_a_loss_of_what_blocks_returned(world2: World, name: str, plan: str) -> None:
     right(world2, program(name), PLANS[plan])
 

@@ -7,6 +7,7 @@ import pytest
 from vescale_testing import World
 
 from . import habits_of_pairs as pairs
+from .nightly import in_turns
 from .plans import DP, TP, ZERO, Constraints
 from .programs import Program, both, right
 from .test_bad_input import check
@@ -24,8 +25,7 @@ FOUR: dict[str, Constraints] = {"tp-zero3": {TP: 2, DP: 2, ZERO: 3}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("program", RIGHT)
+@pytest.mark.parametrize(("program", "plan"), in_turns(RIGHT, PLANS))
 def test_two_models_have_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:
@@ -33,8 +33,9 @@ def test_two_models_have_the_numbers_of_one_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
-@pytest.mark.parametrize("program", RIGHT_WITHOUT_PIPELINE)
+@pytest.mark.parametrize(
+    ("program", "plan"), in_turns(RIGHT_WITHOUT_PIPELINE, ["dp", "zero3", "tp"])
+)
 def test_gradients_from_one_model_reach_the_other(
     world2: World, program: Program, plan: str
 ) -> None:

@@ -27,6 +27,7 @@ from vescale_parallel import ParallelPlan, with_constraints
 from vescale_planner import Cluster, predict
 
 from .fake_ranks import rank_0_of
+from .nightly import nightly, nightly_but
 
 pytestmark = [
     pytest.mark.slow,
@@ -135,10 +136,10 @@ def batch_of(family: str, rows: int) -> dict[str, Tensor]:
     ("kind", "said"),
     [
         ("llama with adapters", {DP: 1}),
-        ("llama with adapters", {DP: 8, ZERO: 1}),
-        ("llama with adapters", {DP: 8, ZERO: 2, "recompute": "full"}),
+        nightly("llama with adapters", {DP: 8, ZERO: 1}),
+        nightly("llama with adapters", {DP: 8, ZERO: 2, "recompute": "full"}),
         ("llama with adapters", {DP: 8, ZERO: 3}),
-        ("llama, its end trained", {DP: 1}),
+        nightly("llama, its end trained", {DP: 1}),
         ("llama, its end trained", {DP: 8, ZERO: 2}),
     ],
 )
@@ -151,13 +152,13 @@ def test_frozen_parameters_have_no_gradients_and_no_states(
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        ("llama", {DP: 1}),
-        ("llama", {DP: 8, ZERO: 1}),
+        nightly("llama", {DP: 1}),
+        nightly("llama", {DP: 8, ZERO: 1}),
         ("llama", {DP: 8, ZERO: 2, "precision.reduce": "float32", ACCUMULATE: 2}),
-        ("llama", {DP: 8, ZERO: 3}),
-        ("vit", {DP: 8, ACCUMULATE: 2}),
+        nightly("llama", {DP: 8, ZERO: 3}),
+        nightly("vit", {DP: 8, ACCUMULATE: 2}),
         ("vit", {DP: 8, ZERO: 1, ACCUMULATE: 2}),
-        ("vit", {DP: 8, ZERO: 2, "precision.reduce": "float32"}),
+        nightly("vit", {DP: 8, ZERO: 2, "precision.reduce": "float32"}),
     ],
 )
 def test_parameters_of_float32_that_compute_in_bfloat16(family: str, said: dict[str, Any]) -> None:
@@ -168,8 +169,8 @@ def test_parameters_of_float32_that_compute_in_bfloat16(family: str, said: dict[
     "said",
     [
         {ZERO: 1, COPIES: 2, "data_parallel.reduction": "library"},
-        {ZERO: 2, COPIES: 4},
-        {ZERO: 3, COPIES: 2},
+        nightly({ZERO: 2, COPIES: 4}),
+        nightly({ZERO: 3, COPIES: 2}),
         {ZERO: 3, COPIES: 2, "data_parallel.replicate_zero_stage": 1},
     ],
 )
@@ -227,17 +228,24 @@ def _changes(seen: Any) -> Iterator[int]:
     ],
     ids=lambda said: ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in said.items()),
 )
-@pytest.mark.parametrize(
-    "family", ["llama", pytest.param("gpt2", marks=pytest.mark.nightly), "vit"]
-)
+@pytest.mark.parametrize("family", nightly_but(["llama", "gpt2", "vit"], "llama"))
 def test_predicted_memory_is_what_the_allocator_gives_out(
     family: str, said: dict[str, Any]
 ) -> None:
     check(family, said)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize(("family", "again"), [("llama", 1), ("llama", 3), ("vit", 2)])
+@pytest.mark.parametrize(
+    ("family", "again", "mode"),
+    [
+        nightly("llama", 1, "full"),
+        nightly("llama", 1, "selective"),
+        nightly("llama", 3, "full"),
+        ("llama", 3, "selective"),
+        ("vit", 2, "full"),
+        nightly("vit", 2, "selective"),
+    ],
+)
 def test_some_blocks_that_run_again_are_priced_as_their_share(
     family: str, again: int, mode: str
 ) -> None:

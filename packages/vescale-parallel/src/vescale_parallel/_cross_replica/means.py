@@ -102,7 +102,7 @@ class MeanTracker(TorchFunctionMode):
         return id(value) in self._known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, tensors = getattr(func, "__name__", ""), _tensors_in((args, kwargs or {}))
+        name, tensors = getattr(func, "__name__", ""), _tensors_in([*args, *(kwargs or {}).values()])
         is_fixed = bool(tensors) and all(map(self._is_fixed, tensors))
         is_linear = bool(tensors) and self._is_linear(name, args, tensors)
         result = func(*args, **(kwargs or {}))
@@ -139,8 +139,14 @@ class MeanTracker(TorchFunctionMode):
         return name in _ADD or name in _KEEP
 
 
-def _tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in arguments:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple | dict):  # of few operators, and slower
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
 
 
 def _is_static_mean(node: Any, name: str) -> bool:

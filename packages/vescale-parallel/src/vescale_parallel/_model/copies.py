@@ -130,7 +130,7 @@ def tensors_in_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]
     """Yield tensors that modules hold in plain attributes: module FQN, attribute and tensor."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            if name not in _REGISTERED and not name.endswith("_hooks"):
+            if _may_hold_tensors(value) and name not in _REGISTERED and not name.endswith("_hooks"):
                 leaves = pytree.tree_leaves(value)
                 yield from ((fqn, name, leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
@@ -138,10 +138,13 @@ def tensors_in_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]
 def tensors_of(module: nn.Module) -> Iterator[Tensor]:
     """Yield the parameters and buffers of one module, and tensors that are plain attributes."""
     for value in vars(module).values():
-        # Most attributes are flags, and dicts of hooks that nobody has added.
-        if isinstance(value, _FLAGS) or (isinstance(value, dict) and not value):
-            continue
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+        if _may_hold_tensors(value):
+            yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _may_hold_tensors(value: object) -> bool:
+    # Most attributes are flags, and dicts of hooks that nobody has added.
+    return not isinstance(value, _FLAGS) and not (isinstance(value, dict) and not value)
 
 
 def deep_copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:

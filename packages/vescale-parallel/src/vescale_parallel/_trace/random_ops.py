@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,7 +17,7 @@ _PERMUTATIONS = {torch.ops.aten.randperm.default, torch.ops.aten.randperm.genera
 
 def is_draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operator is about to draw random numbers."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not _may_draw(func):
         return False
     names = [argument.name for argument in func._schema.arguments]
     # What is as by default is not passed on.
@@ -25,6 +26,11 @@ def is_draw(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
     if "dropout_p" in given or "scaled_dot_product" in func._schema.name:
         return bool(given.get("dropout_p", 0.0))
     return given.get("train", given.get("training", True)) is not False
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 class DrawMode(TorchDispatchMode):
