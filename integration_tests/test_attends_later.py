@@ -83,7 +83,7 @@ def test_blocks_may_attend_once_more(world2: World, method: str) -> None:
 SHORT: Calls = ((3, True), (2, True))
 
 
-@pytest.mark.parametrize("calls", [SHORT + NOT_AT_FIRST, nightly(NOT_AT_FIRST)])
+@pytest.mark.parametrize("calls", [NOT_AT_FIRST, nightly(SHORT + NOT_AT_FIRST)])
 def test_compiled_blocks_may_attend_once_more_by_a_flag(world2: World, calls: Calls) -> None:
     expected = losses(Twice, None, calls)
     for found in world2.run(losses, Twice, {CP: 2, **COMPILED}, calls):

@@ -219,7 +219,7 @@ def test_owners_of_stacks_compute_over_all_rows(world2: World, layer: str) -> No
     check(world2, layer, {DP: 2, EP: 2})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_more_slots_are_shared_than_there_are_of_some_ranks(world4: World) -> None:
     check(world4, "FewSlots", {DP: 4, EP: 4, ZERO: 1})
 

@@ -18,6 +18,7 @@ from vescale_testing import World
 
 from .compiled_training import train_steps
 from .contexts import FAMILIES, VOCABULARY, batch_of, build, rows_of
+from .nightly import nightly_but
 from .plans import CP, DP, EP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 from .training import whole
@@ -119,7 +120,7 @@ def check(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", nightly_but(PLANS, "ring-zero3-recompute"))
 def test_blocks_on_slices_are_compiled(world2: World, plan: str) -> None:
     for report in check(world2, "net", PLANS[plan]):
         for block in report.values():

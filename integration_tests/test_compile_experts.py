@@ -94,7 +94,7 @@ def test_so_they_are_with_other_dimensions(world4: World, kind: str, plan: str) 
     check(world4, kind, AT_NIGHT[plan])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_breaks_are_listed_where_tokens_are_sent(world2: World) -> None:
     for _, report in world2.run(trained, "AllTokens", {**PLANS["ep"], **COMPILED}):
         for block in report.values():

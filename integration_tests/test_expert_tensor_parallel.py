@@ -29,7 +29,7 @@ BOTH: Constraints = {DP: 2, EP: 2, TP: 2}
 @pytest.mark.parametrize(
     ("family", "sequence"),
     [
-        ("mixtral", False),
+        nightly("mixtral", False),
         nightly("gpt_oss", False),
         ("qwen3_moe", True),
         pytest.param("deepseek_v3", False, marks=pytest.mark.nightly),
@@ -143,11 +143,8 @@ def test_routed_and_shared_experts_leave_together(world2: World, family: str) ->
     check(world2, {DP: 1, TP: 2, SEQUENCE: True}, family, "batched_mm")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    ["mixtral", *(pytest.param(f, marks=pytest.mark.nightly) for f in FAMILIES if f != "mixtral")],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_that_ask_for_values_are_cut(world2: World, family: str) -> None:
     model: Any = build(family, "eager")
     plan = propose_sharding(model, "auto", 2, example_batch=tokens(0)).plan

@@ -16,7 +16,7 @@ from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, InDouble, hugging_face, tokens
-from .nightly import nightly_but
+from .nightly import nightly, nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
@@ -149,7 +149,7 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, name: str
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [
-        ("bamba", {TP: 4, SEQUENCE: True}),
+        nightly("bamba", {TP: 4, SEQUENCE: True}),
         ("mamba2", {TP: 2, DP: 2, ZERO: 1}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 2, "compile": "blocks", BACKEND: "aot_eager"}),

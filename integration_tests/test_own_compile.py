@@ -87,7 +87,6 @@ HABITS: dict[str, tuple[Program, Program, bool]] = {
 IN_CI = {
     ("torch.compile(model)", "zero3"),
     ("block.compile()", "tp"),
-    ("block.compile(), before", "pp"),
 }
 
 

@@ -14,6 +14,7 @@ from torch.optim import SGD
 import vescale
 from vescale_testing import World
 
+from .nightly import nightly_but
 from .plans import PARTS, PP, SCHEDULE, VIRTUAL, Constraints, make_plan
 from .test_pipeline_schedules import SCHEDULES
 from .training import whole
@@ -280,7 +281,7 @@ def habits(kind: str, constraints: Constraints | None) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "dict"])
+@pytest.mark.parametrize("kind", nightly_but(["gpt2", "llama", "dict"], "gpt2", "dict"))
 def test_a_loop_of_one_device_runs_unchanged(world2: World, kind: str) -> None:
     expected = habits(kind, None)
     for found in world2.run(habits, kind, PIPELINE):

@@ -15,6 +15,7 @@ from vescale_dtensor import DTensor
 from vescale_testing import RankError, World
 
 from .families import FAMILIES, InDouble, make
+from .nightly import nightly_but
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints
 
 # Models whose blocks flatten tokens between layers, or have no list of blocks.
@@ -91,21 +92,19 @@ def test_cutting_the_sequence_changes_nothing(world2: World, family: str) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["llama", "nanogpt", pytest.param("t5", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("family", nightly_but(["llama", "nanogpt", "t5"], "nanogpt"))
 def test_two_by_two_ranks_have_the_loss_and_gradients_of_one(world4: World, family: str) -> None:
     check(world4, family, "sdpa", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", nightly_but(["eager", "sdpa"], "sdpa"))
 def test_ranks_share_key_value_heads_that_are_fewer(world4: World, attention: str) -> None:
     check(world4, "two_key_value_heads", attention, {TP: 4, SEQUENCE: attention == "sdpa"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3", "bert", "vit"])
+@pytest.mark.parametrize("family", nightly_but(["qwen3", "bert", "vit"], "qwen3"))
 def test_four_ranks_have_the_loss_and_gradients_of_one(world4: World, family: str) -> None:
     check(world4, family, "sdpa", {TP: 4, SEQUENCE: True})
 

@@ -130,7 +130,11 @@ def tensors_in_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]
     """Yield tensors that modules hold in plain attributes: module FQN, attribute and tensor."""
     for fqn, module in model.named_modules():
         for name, value in vars(module).items():
-            if _may_hold_tensors(value) and name not in _REGISTERED and not name.endswith("_hooks"):
+            if (
+                _may_hold_tensors(value)
+                and name not in _REGISTERED
+                and not name.endswith("_hooks")
+            ):
                 leaves = pytree.tree_leaves(value)
                 yield from ((fqn, name, leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
