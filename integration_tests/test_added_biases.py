@@ -15,7 +15,7 @@ from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
 from .experts import build, tokens
-from .nightly import nightly_but
+from .nightly import nightly, nightly_but
 from .odd_models import Loss
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints
 from .test_bad_input import check as check_refusal
@@ -147,7 +147,7 @@ def test_compiled_blocks_have_the_bits_of_eager_ones(world2: World) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("zero", [1, nightly(3)])
 def test_training_beside_data_parallelism_is_one_devices(world4: World, zero: int) -> None:
     losses, parameters = train("convolutions", None)
     runs = world4.run(train, "convolutions", {TP: 2, DP: 2, ZERO: zero})
@@ -178,7 +178,7 @@ def test_all_weights_of_experts_with_biases_are_cut(implementation: str, sequenc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("sequence", [False, nightly(True)])
 def test_experts_with_biases_are_one_devices(world2: World, sequence: bool) -> None:
     constraints = {DP: 1, TP: 2, SEQUENCE: sequence}
     check(world2, constraints, "gpt_oss", "batched_mm", skewed=True)

@@ -18,6 +18,7 @@ from vescale_parallel import CompiledBlock, ParallelPlan, compile_report
 from vescale_testing import World
 
 from .families import ROWS as FAMILY_ROWS, make
+from .nightly import nightly
 from .plans import COPIES, DP, PARTS, PP, SCHEDULE, VIRTUAL, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 from .training import Recipe, Record, compile_in_place, train, whole
@@ -27,8 +28,6 @@ QUICK = "aot_eager"
 CPU_COMPILER = "inductor"
 RECOMPUTE = "recompute"
 ACCUMULATE = "batch.gradient_accumulation"
-
-nightly = pytest.mark.nightly
 
 
 # --- The numbers of one device.
@@ -73,9 +72,7 @@ IN_CI = ("zero3-recompute", "pp")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan", [plan if plan in IN_CI else pytest.param(plan, marks=nightly) for plan in PLANS]
-)
+@pytest.mark.parametrize("plan", [plan if plan in IN_CI else nightly(plan) for plan in PLANS])
 def test_compiled_blocks_give_the_numbers_of_one_device(world2: World, plan: str) -> None:
     same(world2, HAND_WRITTEN, PLANS[plan], relative=1e-12)
 
@@ -86,13 +83,13 @@ def train_with_whole_passes(recipe: Recipe, constraints: Constraints) -> Record:
         return train(recipe, constraints)
 
 
-@nightly
+@pytest.mark.nightly
 def test_backward_passes_of_compiled_blocks_are_not_split(world2: World) -> None:
     zbv = {PP: 2, PARTS: 4, SCHEDULE: "zbv", VIRTUAL: 2}
     same(world2, HAND_WRITTEN, zbv, relative=1e-12, run=train_with_whole_passes)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", ["zero3", "pp"])
 @pytest.mark.parametrize("model", ["gpt2", "llama", "gemma"])
 def test_models_of_transformers_compile_under_plans(world2: World, model: str, plan: str) -> None:
@@ -101,14 +98,14 @@ def test_models_of_transformers_compile_under_plans(world2: World, model: str, p
     same(world2, replace(HAND_WRITTEN, model=model), PLANS[plan], relative=relative)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", ["zero3", "dp", "pp"])
 def test_machine_code_gives_the_numbers_of_one_device(world2: World, plan: str) -> None:
     recipe = replace(HAND_WRITTEN, compiled=CPU_COMPILER, evaluate=plan != "zero3")
     same(world2, recipe, PLANS[plan], relative=1e-10)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
 @pytest.mark.parametrize("plan", ["zero3-recompute", "pp"])
 def test_machine_code_of_transformers_gives_the_numbers_of_one_device(
@@ -119,13 +116,13 @@ def test_machine_code_of_transformers_gives_the_numbers_of_one_device(
     same(world2, recipe, PLANS[plan], relative=1e-10 if model == "gpt2" else 1e-6)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", [{DP: 2, ZERO: 3}, {PP: 2, PARTS: 2}], ids=["zero3", "pp"])
 def test_a_deferred_model_compiles(world2: World, plan: Constraints) -> None:
     same(world2, replace(HAND_WRITTEN, deferred=True), plan, relative=1e-12)
 
 
-@nightly
+@pytest.mark.nightly
 def test_four_ranks_compile_a_pipeline_of_shards_and_copies_of_shards(world4: World) -> None:
     same(world4, HAND_WRITTEN, {PP: 2, PARTS: 2, DP: 2, ZERO: 3}, relative=1e-12)
     same(world4, HAND_WRITTEN, {DP: 4, ZERO: 3, COPIES: 2}, relative=1e-12)
@@ -174,7 +171,7 @@ def of_family(family: str, constraints: Constraints, backend: str) -> None:
         torch.testing.assert_close(compiled_too[name], expected, rtol=1e-6, atol=atol, msg=name)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("backend", [QUICK, CPU_COMPILER])
 @pytest.mark.parametrize("family", ["bert", "mixtral", "qwen3", "t5"])
 def test_a_compiled_family_computes_what_it_does_as_it_is_written(
@@ -345,7 +342,7 @@ def deep(dropout: float) -> list[int]:
     return [block.num_graphs for block in report.values()]
 
 
-@nightly
+@pytest.mark.nightly
 def test_a_deep_model_that_draws_is_compiled_to_its_last_block(world2: World) -> None:
     # Before the dropout and behind it; torch gave up behind the eighth block.
     assert world2.run(deep, 0.5, timeout=400) == [[2] * 12] * 2
@@ -419,7 +416,7 @@ def names() -> None:
     assert [n for n, _ in model.named_modules()] == [n for n, _ in net().named_modules()]
 
 
-@nightly
+@pytest.mark.nightly
 def test_a_compiled_model_keeps_its_names(world2: World) -> None:
     world2.run(names)
 
@@ -438,7 +435,7 @@ def in_bfloat16() -> None:
     torch.testing.assert_close(losses[1], losses[0], rtol=2**-7, atol=0)
 
 
-@nightly
+@pytest.mark.nightly
 def test_bfloat16_compiles(world2: World) -> None:
     world2.run(in_bfloat16)
 

@@ -27,7 +27,6 @@ CPU_COMPILER = "inductor"
 RECOMPUTE = "recompute"
 ROWS = 4
 
-nightly = pytest.mark.nightly
 
 PLANS: dict[str, Constraints] = {
     "tp": {TP: 2},
@@ -149,13 +148,13 @@ def test_a_compiled_block_has_one_graph_and_the_bits_of_the_block_as_it_is_writt
     same_bits(world2, family, plan)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_sequences_that_do_not_divide_compile(world2: World, family: str) -> None:
     same_bits(world2, family, "tp-sequence", length=11)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(
     "plan", ["tp-dp", "tp-zero3", "tp-sequence-zero3-recompute", "pp-tp", "pp-tp-sequence"]
@@ -166,7 +165,7 @@ def test_collectives_of_blocks_compile_with_other_parallelism(
     same_bits(world4, family, plan)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", ["tp", "tp-sequence"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_machine_code_computes_what_blocks_do_as_they_are_written(
@@ -255,7 +254,7 @@ def lengths() -> None:
     loss.backward()
 
 
-@nightly
+@pytest.mark.nightly
 def test_a_third_length_does_not_compile_collectives_again(world2: World) -> None:
     world2.run(lengths)
 
@@ -274,6 +273,6 @@ def written_in_between() -> None:
     assert len(said) == 2
 
 
-@nightly
+@pytest.mark.nightly
 def test_a_block_that_writes_into_what_ranks_share_runs_as_it_is_written(world2: World) -> None:
     world2.run(written_in_between)

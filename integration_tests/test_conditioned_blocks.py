@@ -11,6 +11,7 @@ from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, tokens
+from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import compare
 
@@ -86,7 +87,7 @@ def test_gradients_of_what_they_are_told_are_summed_where_sequences_are_sharded(
     "plan",
     [
         {TP: 2, SEQUENCE: True},
-        pytest.param({TP: 2}, marks=pytest.mark.nightly),
+        nightly({TP: 2}),
         pytest.param(
             {TP: 2, SEQUENCE: True, "compile": "blocks", "compile_backend": "aot_eager"},
             marks=pytest.mark.nightly,

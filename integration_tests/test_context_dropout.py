@@ -16,6 +16,7 @@ from vescale_testing import World
 from .contexts import Block, ByHand, batch_of, build, rows_of
 from .experts import adamw
 from .families import InDouble
+from .nightly import nightly
 from .plans import CP, DP, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -105,9 +106,7 @@ def test_blocks_draw_one_devices_masks_on_slices(world2: World, name: str, metho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan", [{TP: 2}, pytest.param({TP: 2, CP: 2}, marks=pytest.mark.nightly)], ids=str
-)
+@pytest.mark.parametrize("plan", [{TP: 2}, nightly({TP: 2, CP: 2})], ids=str)
 def test_heads_that_are_dealt_out_draw_their_masks(
     world2: World, world4: World, plan: Constraints
 ) -> None:

@@ -19,6 +19,7 @@ from . import coupled_layers, masked_models
 from .families import InDouble
 from .judge import Trial, judge
 from .models import ReturnsLoss, batches
+from .nightly import nightly
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -278,7 +279,7 @@ def test_ranks_draw_what_one_device_draws(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [pytest.param("tp", marks=pytest.mark.nightly), "zero3"])
+@pytest.mark.parametrize("plan", [nightly("tp"), "zero3"])
 def test_an_encoder_and_a_decoder_draw_what_one_device_draws(world2: World, plan: str) -> None:
     # No blocks that run again: the cast of its norms to float32 is not turned off in backward.
     check(world2, "t5", TWO[plan])

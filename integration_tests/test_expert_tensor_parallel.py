@@ -32,11 +32,11 @@ BOTH: Constraints = {DP: 2, EP: 2, TP: 2}
         nightly("mixtral", False),
         nightly("gpt_oss", False),
         ("qwen3_moe", True),
-        pytest.param("deepseek_v3", False, marks=pytest.mark.nightly),
-        pytest.param("mixtral", True, marks=pytest.mark.nightly),
-        pytest.param("qwen3_moe", False, marks=pytest.mark.nightly),
-        pytest.param("gpt_oss", True, marks=pytest.mark.nightly),
-        pytest.param("deepseek_v3", True, marks=pytest.mark.nightly),
+        nightly("deepseek_v3", False),
+        nightly("mixtral", True),
+        nightly("qwen3_moe", False),
+        nightly("gpt_oss", True),
+        nightly("deepseek_v3", True),
     ],
 )
 def test_experts_are_shared_where_attention_is_cut(
@@ -46,9 +46,7 @@ def test_experts_are_shared_where_attention_is_cut(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "zero", [*(pytest.param(stage, marks=pytest.mark.nightly) for stage in (1, 2)), 3]
-)
+@pytest.mark.parametrize("zero", [*(nightly(stage) for stage in (1, 2)), 3])
 def test_experts_are_shared_and_cut_under_every_stage(world4: World, zero: int) -> None:
     check(world4, {**BOTH, ZERO: zero}, "mixtral", "batched_mm", skewed=True)
 
@@ -136,9 +134,7 @@ def test_experts_of_every_family_are_cut_beside_a_cut_sequence(family: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", ["qwen2_moe", pytest.param("deepseek_v3", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("family", ["qwen2_moe", nightly("deepseek_v3")])
 def test_routed_and_shared_experts_leave_together(world2: World, family: str) -> None:
     check(world2, {DP: 1, TP: 2, SEQUENCE: True}, family, "batched_mm")
 

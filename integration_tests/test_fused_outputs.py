@@ -17,6 +17,7 @@ from vescale_testing import World
 
 from .families import tokens
 from .invariant_bits import VOCABULARY, compare_sizes, said_of
+from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import compare
 from .test_bad_input import check as check_refusal
@@ -261,7 +262,7 @@ def test_two_ranks_have_them_under_other_plans(
         ("fused", {TP: 2, DP: 2, ZERO: 3}),
         ("equal", {TP: 4, SEQUENCE: True}),
         *(
-            pytest.param(name, plan, marks=pytest.mark.nightly)
+            nightly(name, plan)
             for name in KINDS
             for plan in (
                 {TP: 4},
@@ -402,7 +403,7 @@ def test_parts_that_are_not_those_of_the_code_are_refused(
         ("fused", False),
         ("single", True),
         *(
-            pytest.param(name, sequence, marks=pytest.mark.nightly)
+            nightly(name, sequence)
             for name in PACKED
             for sequence in (False, True)
             if name != "one_key_head"

@@ -15,6 +15,7 @@ import vescale
 from vescale_testing import World
 
 from .families import make
+from .nightly import nightly
 from .plans import CP, DP, EP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 
 PLANS: dict[str, Constraints] = {
@@ -64,7 +65,7 @@ OTHERS = [(plan, how) for plan in PLANS for how in HOW if (plan, how) not in ALW
 
 @pytest.mark.parametrize(
     ("plan", "how"),
-    [*ALWAYS, *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)],
+    [*ALWAYS, *(nightly(*each) for each in OTHERS)],
 )
 def test_no_graph_outlives_a_step(world2: World, plan: str, how: str) -> None:
     found = world2.run(left, "llama", PLANS[plan], how, 2)

@@ -17,6 +17,7 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches
+from .nightly import nightly
 from .plans import TWO, Constraints, make_plan
 from .short_group import in_short_group
 
@@ -97,9 +98,7 @@ def broken2(world2: World) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["tp", *(pytest.param(c, marks=pytest.mark.nightly) for c in CASES if c != "tp")]
-)
+@pytest.mark.parametrize("case", ["tp", *(nightly(c) for c in CASES if c != "tp")])
 def test_a_rank_that_waits_in_vain_says_in_which_module(
     broken2: World, tmp_path: Path, case: str
 ) -> None:

@@ -26,6 +26,7 @@ from .invariant_bits import (
     whole,
 )
 from .models import HandWritten
+from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 
 WIDTH = 256
@@ -196,10 +197,7 @@ WITH_OTHER_AXES: dict[str, Constraints] = {
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        plan if plan == "zero1" else pytest.param(plan, marks=pytest.mark.nightly)
-        for plan in WITH_OTHER_AXES
-    ],
+    [plan if plan == "zero1" else nightly(plan) for plan in WITH_OTHER_AXES],
 )
 def test_axes_beside_it_keep_the_bits(plan: str) -> None:
     _verified("nano_gpt", WITH_OTHER_AXES[plan])

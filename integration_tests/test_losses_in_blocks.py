@@ -17,6 +17,7 @@ from vescale_parallel._loss.token_mean import TokenMeans  # noqa: PLC2701 (what 
 from vescale_testing import World
 
 from .fake_ranks import IDS, llama, rank_0_of
+from .nightly import nightly
 from .plans import DP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -112,7 +113,7 @@ def trained(block: type[Block], constraints: Constraints | None, twice: bool) ->
 @pytest.mark.parametrize(
     "constraints",
     [
-        pytest.param({DP: 2, ZERO: 0}, marks=pytest.mark.nightly),
+        nightly({DP: 2, ZERO: 0}),
         {DP: 2, ZERO: 3},
         {DP: 2, ZERO: 3, "recompute": "full"},
         {DP: 2, "batch.gradient_accumulation": 2},

@@ -17,6 +17,7 @@ from vescale_parallel import ParallelPlan, with_constraints
 from vescale_testing import World
 
 from .beside_one_device import adamw, batch_of, build, loss_of, train_beside
+from .nightly import nightly
 from .test_hfsdp import HFSDP
 from .test_pipeline_schedules import compared, constraints_of
 from .training import whole
@@ -129,7 +130,7 @@ def test_stages_have_them(world2: World, name: str) -> None:
     world2.run(compared, name, *PIPELINED[name], transposed)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
+@pytest.mark.parametrize("stage", [nightly(0), 3])
 def test_muon_has_the_matrices_of_one_device(world2: World, stage: int) -> None:
     # Products of matrices depend on strides in their last bits.
     options = {"optimizer_fn": muon, "steps": 3}

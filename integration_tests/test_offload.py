@@ -9,6 +9,7 @@ import pytest
 from vescale_testing import World
 
 from . import habits_of_loops as loops, habits_of_optimizers as optimizers, test_optimizers
+from .nightly import nightly
 from .plans import COPIES, DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import Program, assert_right, right
 from .test_habits import RIGHT
@@ -66,9 +67,9 @@ FOUR: dict[str, Constraints] = {
     [
         ("hybrid", "hand_written"),
         ("pp, gathered", "gpt2"),
-        pytest.param("tp", "llama", marks=pytest.mark.nightly),
+        nightly("tp", "llama"),
         *(
-            pytest.param(plan, model, marks=pytest.mark.nightly)
+            nightly(plan, model)
             for plan in FOUR
             for model in ("gpt2", "qwen3", "gemma")
             if (plan, model) != ("pp, gathered", "gpt2")

@@ -21,6 +21,7 @@ import vescale
 from vescale_parallel import ParallelPlan, with_constraints
 
 from .fake_ranks import IDS, WARM_UP, adamw, llama, rank_0_of
+from .nightly import nightly
 
 pytestmark = [
     pytest.mark.slow,
@@ -78,8 +79,8 @@ def _of_fsdp2(ranks: int) -> tuple[int, int]:
     ("stage", "collectives"),
     [
         (0, 5 + 5 + 3),
-        pytest.param(1, 5 + 5 + 3, marks=pytest.mark.nightly),
-        pytest.param(2, 5 + 5 + 3, marks=pytest.mark.nightly),
+        nightly(1, 5 + 5 + 3),
+        nightly(2, 5 + 5 + 3),
         (3, 8 + 5 + 3),
     ],
 )
@@ -96,7 +97,7 @@ def test_operators_and_collectives_do_not_depend_on_the_number_of_ranks(
     assert found[8][0] <= 1280  # 1,272 at stage 3
 
 
-@pytest.mark.parametrize("ranks", [16, pytest.param(256, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("ranks", [16, nightly(256)])
 def test_a_step_of_zero_3_dispatches_no_more_than_one_of_fsdp2(
     ranks: int,
 ) -> None:

@@ -18,6 +18,7 @@ from vescale_dtensor import CommCounter
 from vescale_testing import World
 
 from .models import batches, build
+from .nightly import nightly
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .programs import Run, assert_right
 from .training import whole
@@ -207,10 +208,10 @@ def uninterrupted(made: str) -> list[Tensor]:
     ("made", "first", "then"),
     [
         ("muon and adamw", "zero3", "tp"),
-        pytest.param("muon and adamw", "tp x zero3", "pp", marks=pytest.mark.nightly),
-        pytest.param("adafactor", "pp", "zero1", marks=pytest.mark.nightly),
+        nightly("muon and adamw", "tp x zero3", "pp"),
+        nightly("adafactor", "pp", "zero1"),
         ("adafactor", "tp", "zero3"),
-        pytest.param("signs", "zero1", "pp", marks=pytest.mark.nightly),
+        nightly("signs", "zero1", "pp"),
     ],
 )
 def test_a_checkpoint_goes_on_under_another_plan(

@@ -14,6 +14,7 @@ import vescale
 from vescale_testing import World
 
 from .families import make
+from .nightly import nightly
 from .plans import DP, EP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -88,18 +89,15 @@ def same(world: World, family: str, plan: str, inner: bool, *modes: bool) -> Non
                 assert torch.equal(found[name], value), name
 
 
-nightly = pytest.mark.nightly
 DENSE = ("zero2", "zero3", "tp", "tp-sequence", "pp", "pp-gpipe")
 
 
-@pytest.mark.parametrize(
-    "plan", ["tp", *(pytest.param(p, marks=nightly) for p in DENSE if p != "tp")]
-)
+@pytest.mark.parametrize("plan", ["tp", *(nightly(p) for p in DENSE if p != "tp")])
 def test_the_switch_of_transformers_changes_no_bit(world2: World, plan: str) -> None:
     same(world2, "llama", plan, False, True, False)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", DENSE)
 def test_the_switch_of_models_with_absolute_positions_changes_no_bit(
     world2: World, plan: str
@@ -107,14 +105,12 @@ def test_the_switch_of_models_with_absolute_positions_changes_no_bit(
     same(world2, "gpt2", plan, False, True, False)
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("plan", ["ep", "zero3"])
 def test_a_mixture_that_is_checkpointed_has_the_same_bits(world2: World, plan: str) -> None:
     same(world2, "mixtral", plan, False, True, False)
 
 
-@pytest.mark.parametrize(
-    "plan", [p if p in ("zero3", "pp") else pytest.param(p, marks=nightly) for p in DENSE]
-)
+@pytest.mark.parametrize("plan", [p if p in ("zero3", "pp") else nightly(p) for p in DENSE])
 def test_a_part_of_a_block_that_is_checkpointed_changes_no_bit(world2: World, plan: str) -> None:
     same(world2, "llama", plan, True, True, False)

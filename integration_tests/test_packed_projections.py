@@ -18,7 +18,7 @@ from vescale_testing import World
 
 from . import invariant_bits
 from .families import VOCABULARY, hugging_face, tokens
-from .nightly import nightly_but
+from .nightly import nightly, nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
@@ -187,7 +187,7 @@ PLANS: list[Constraints] = [
         ("one_key_head", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
         *(
-            pytest.param(family, plan, marks=pytest.mark.nightly)
+            nightly(family, plan)
             for family in FAMILIES
             for plan in PLANS
         ),

@@ -18,6 +18,7 @@ import vescale
 from vescale_testing import World
 
 from .crossing_models import MODELS, ROWS, make
+from .nightly import nightly
 from .plans import PARTS, PP, Constraints, make_plan
 from .test_pipeline_schedules import constraints_of
 from .training import whole
@@ -127,7 +128,7 @@ def test_two_ranks_have_the_bits_of_one_device(world2: World, name: str, schedul
     [
         ("t5", "1f1b"),
         ("two_streams", "interleaved_1f1b"),
-        pytest.param("mixing", "interleaved_1f1b", marks=pytest.mark.nightly),
+        nightly("mixing", "interleaved_1f1b"),
         ("whisper", "gpipe"),
     ],
 )

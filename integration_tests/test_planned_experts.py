@@ -18,6 +18,7 @@ from vescale_testing import World
 
 from .experts import AllInDouble, adamw, build, rows_of, tokens
 from .fake_ranks import WARM_UP
+from .nightly import nightly
 from .plans import DP, EP, PP, TP, ZERO, Constraints, make_plan
 
 H100 = Cluster.preset("h100")
@@ -153,7 +154,7 @@ def kept(family: str, plan: Constraints | None) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["mixtral", *(pytest.param(each, marks=pytest.mark.nightly) for each in FAMILIES[1:])],
+    ["mixtral", *(nightly(each) for each in FAMILIES[1:])],
 )
 def test_activations_of_ranks_that_share_experts_are_on_average_those_of_one_device(
     world2: World, family: str
@@ -223,9 +224,7 @@ def sent(plan: Constraints) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("recompute", "times"), [("none", 4), pytest.param("full", 6, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("recompute", "times"), [("none", 4), nightly("full", 6)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_send_the_bytes_that_are_priced(
     world4: World, recompute: str, times: int, size: int
@@ -264,7 +263,7 @@ def sent_for_data(family: str, plan: Constraints) -> int:
     ("zero", "size"),
     [
         (1, 2),
-        *(pytest.param(z, n, marks=pytest.mark.nightly) for z, n in [(0, 2), (2, 2), (0, 4)]),
+        *(nightly(z, n) for z, n in [(0, 2), (2, 2), (0, 4)]),
     ],
 )
 def test_gradients_of_experts_are_sent_to_the_ranks_that_have_them(

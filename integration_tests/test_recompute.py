@@ -12,6 +12,7 @@ import vescale
 from vescale_testing import World
 
 from .families import make
+from .nightly import nightly
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -57,14 +58,12 @@ def test_models_of_transformers_are_recomputed_as_they_are(world2: World, family
     check(world2, family, {DP: 2, ZERO: 3})
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", *(pytest.param(f, marks=pytest.mark.nightly) for f in FAMILIES[1:])]
-)
+@pytest.mark.parametrize("family", ["llama", *(nightly(f) for f in FAMILIES[1:])])
 def test_cut_sequences_are_recomputed_as_they_are(world2: World, family: str) -> None:
     check(world2, family, {TP: 2, SEQUENCE: True})
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", ["llama", nightly("t5")])
 def test_a_cache_that_was_asked_for_is_as_it_was_before_the_first_run(
     world2: World, family: str
 ) -> None:

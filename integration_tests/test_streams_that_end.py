@@ -11,6 +11,7 @@ from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, tokens
+from .nightly import nightly
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
 from .sharded_layers import compare
 
@@ -94,7 +95,7 @@ def test_attention_of_the_block_that_ends_a_stream_is_sharded_as_that_of_others(
 
 @pytest.mark.parametrize(
     "plan",
-    [{TP: 2}, pytest.param({TP: 2, "recompute": "full"}, marks=pytest.mark.nightly)],
+    [{TP: 2}, nightly({TP: 2, "recompute": "full"})],
     ids=str,
 )
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, plan: Constraints) -> None:

@@ -15,6 +15,7 @@ from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, hugging_face, tokens
+from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import SIZES, compare
 
@@ -115,8 +116,8 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, name: str
         ("gated", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
         ("mamba", {TP: 2, DP: 2, ZERO: 2}),
         ("biased", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
-        pytest.param("mamba", {TP: 2, PP: 2, PARTS: 2}, marks=pytest.mark.nightly),
-        pytest.param("mamba", {TP: 4}, marks=pytest.mark.nightly),
+        nightly("mamba", {TP: 2, PP: 2, PARTS: 2}),
+        nightly("mamba", {TP: 4}),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ from vescale_dtensor import DTensor
 from vescale_testing import RankError, World
 
 from .families import FAMILIES, InDouble, make
-from .nightly import nightly_but
+from .nightly import nightly, nightly_but
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints
 
 # Models whose blocks flatten tokens between layers, or have no list of blocks.
@@ -119,7 +119,7 @@ OVERLAP = "tensor_parallel.overlap"
         ("llama", False),
         ("mixtral", True),
         *(
-            pytest.param(family, sequence, marks=pytest.mark.nightly)
+            nightly(family, sequence)
             for family in ("llama", "gpt2", "t5", "bert", "mixtral")
             for sequence in (False, True)
             if (family, sequence) not in (("llama", False), ("mixtral", True))

@@ -24,6 +24,7 @@ from vescale.cli.main import main
 
 from . import crossing_models, planted_in_steps
 from .families import CONFIGS, hugging_face, make
+from .nightly import nightly
 from .plans import (
     COPIES,
     CP,
@@ -75,9 +76,7 @@ RIGHT_AT_NIGHT: dict[str, tuple[str, Constraints]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*RIGHT, *(pytest.param(name, marks=pytest.mark.nightly) for name in RIGHT_AT_NIGHT)]
-)
+@pytest.mark.parametrize("name", [*RIGHT, *(nightly(name) for name in RIGHT_AT_NIGHT)])
 def test_a_plan_that_is_right_passes(name: str) -> None:
     model, constraints = (RIGHT | RIGHT_AT_NIGHT)[name]
     build, batch = MODELS[model]

@@ -14,6 +14,7 @@ from vescale_parallel import compile_report, explain, propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, tokens
+from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import compare
 
@@ -162,7 +163,7 @@ def graphs_and_breaks(name: str) -> list[tuple[int, tuple[str, ...]]]:
     return [(block.num_graphs, block.breaks) for block in compile_report(model).values()]
 
 
-@pytest.mark.parametrize("name", ["causal", pytest.param("biased", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["causal", nightly("biased")])
 def test_compiled_blocks_have_one_graph(world2: World, name: str) -> None:
     for found in world2.run(graphs_and_breaks, name):
         assert found == [(1, ())] * 2
@@ -207,8 +208,8 @@ def test_two_ranks_have_them_under_other_plans(
     [
         ("causal", {TP: 2, PP: 2, PARTS: 2}),
         ("biased", {TP: 2, DP: 2, ZERO: 3}),
-        pytest.param("image", {TP: 4, SEQUENCE: True}, marks=pytest.mark.nightly),
-        pytest.param("biased", {TP: 2, PP: 2, PARTS: 2}, marks=pytest.mark.nightly),
+        nightly("image", {TP: 4, SEQUENCE: True}),
+        nightly("biased", {TP: 2, PP: 2, PARTS: 2}),
     ],
     ids=str,
 )
