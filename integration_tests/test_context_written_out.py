@@ -311,6 +311,35 @@ def test_blocks_themselves_multiply_positions(world2: World) -> None:
             same(x, alone)
 
 
+class Clipping(Averaging):
+    """A block that writes through a view where values are large."""
+
+    def forward(self, x_BSF: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+        found = super().forward(x_BSF, cos_SD, sin_SD)
+        if float(found.detach().abs().max()) > 100:
+            found.data.clamp_(-100, 100)
+        return found
+
+
+def on_rank_that_clips() -> None:
+    torch.manual_seed(0)
+    model: Any = ByHand()
+    model.blocks = torch.nn.ModuleList(Clipping() for _ in range(2))
+    model = vescale.parallelize(make_plan({CP: 2}), model.double())
+    model(**batch_of(0, 13, "")).backward()
+    with torch.no_grad():
+        model.embed.weight.mul_(1e3)
+    model(**batch_of(0, 13, ""))
+
+
+@pytest.mark.slow
+def test_writes_through_views_of_whole_sequences_are_refused_when_they_happen(
+    world2: World,
+) -> None:
+    message = "in 'blocks.0' code writes to what 'data' returned, a view of a tensor of which"
+    refused(world2, ValueError, message, on_rank_that_clips)
+
+
 @pytest.mark.slow
 def test_blocks_that_multiply_positions_are_compiled_in_no_part(world2: World) -> None:
     plan = {CP: 2, "compile": "blocks", "compile_backend": "aot_eager"}

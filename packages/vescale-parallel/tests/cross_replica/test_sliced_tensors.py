@@ -121,8 +121,10 @@ def on_rank(
     """Return a value, gradients, and how many tensors were gathered."""
     ranks, (x, w, y) = ContextThreads(threads, rank), given()
     slices, notes = SequenceSlices.over(LENGTH, threads.size, method), list[None]()
-    along = Along(1, 1, slices, ranks, Call(0, lambda: notes.append(None)), computed)
+    call = Call(0, lambda: notes.append(None))
+    along = Along(1, 1, slices, ranks, call, computed)
     value: Any = gathered(function(SlicedTensor.of(slices.part(x, 1, rank), along), w, y))
+    call.end()
     assert type(value) is Tensor
     value.backward()
     return value.detach(), x.grad, w.grad, len(notes)
@@ -156,6 +158,33 @@ def test_other_functions_get_the_whole(method: Method, size: int) -> None:
         counts = check(name, function, method, size)
         assert all(counts), name
         assert len({*counts}) == 1, name
+
+
+def _written_through(view: Callable[[Tensor], Tensor]) -> Function:
+    def written(x: Tensor, w: Tensor, y: Tensor) -> Tensor:
+        x = x * w
+        with torch.no_grad():
+            view(x).mul_(2)
+        return x.sum()
+
+    return written
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "data": lambda x: x.data,
+    "diagonal": lambda x: x.diagonal(dim1=1, dim2=2),
+    "unfold": lambda x: x.unfold(1, 2, 2)[0],
+    "as_strided": lambda x: x.as_strided((2,), (1,)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_what_is_written_through_a_view_of_the_whole_is_refused(name: str) -> None:
+    function = _written_through(VIEWS[name])
+    with pytest.raises(
+        ValueError, match=f"behind the blocks code writes to what '{name}' returned"
+    ):
+        run_in_threads(2, lambda rank, threads: on_rank(function, "all_to_all", threads, rank))
 
 
 class _Own(torch.autograd.Function):

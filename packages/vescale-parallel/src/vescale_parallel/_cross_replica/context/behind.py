@@ -69,7 +69,9 @@ class BehindBlocks:
     def slice_as(self, model: nn.Module, behind: Behind) -> None:
         """Compute the next calls so, in place."""
         self._now, self._left = behind, None
-        self.end_calls()  # one that raised
+        for call in self._calls:
+            call.is_over = True  # it raised
+        self._calls.clear()
         if behind.stack is None:
             return
         if behind.block not in self._hooked:
@@ -156,14 +158,10 @@ class BehindBlocks:
         if any(isinstance(x, SlicedTensor) for x in leaves):
             self._make_plain(leaves, output)
             output = pytree.tree_unflatten(leaves, spec)
-        self.end_calls()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call.end()
         return output
-
-    def end_calls(self) -> None:
-        """Say that no rank may count on others for tensors that were kept."""
-        for call in self._calls:
-            call.is_over = True
-        self._calls.clear()
 
     def _make_plain(self, leaves: list[Any], output: Any) -> None:
         is_differentiated = any(is_loss(x) and x.requires_grad for x in leaves)

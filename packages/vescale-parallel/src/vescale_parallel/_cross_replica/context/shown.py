@@ -103,7 +103,7 @@ class ShownModules:
         output = forward(*args, **kwargs)
         if any(isinstance(x, SlicedTensor) for x in leaves):
             output = _of_slices(output, along)
-        call.is_over = True
+        call.end()
         if call.gathered_by and fqn not in self._told and self._ranks.rank == 0:
             self._told.add(fqn)
             _log.info("%s computes %s of whole sequences on every rank", fqn, _names(call))

@@ -94,14 +94,21 @@ def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     rule = None if "out" in kwargs else rule
     if rule is not None and (found := rule(func, args, named)) is not None:
         return found
-    name = getattr(func, "__name__", str(func))
+    name = _name_of(func)
     _refuse_writes(name, args, kwargs)
-    given = _sliced(pytree.tree_leaves((args, kwargs)))
-    if given[0].along.in_blocks and given[0].is_floating_point() and name in _MIXING:
-        raise WholeError(repr(name), given[0].along.call.module)
-    given[0].along.call.gathered_by.append(name)
-    args, kwargs = gathered((args, dict(kwargs)))
-    return func(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+    first = _sliced(leaves)[0]
+    call = first.along.call
+    if first.along.in_blocks and first.is_floating_point() and name in _MIXING:
+        raise WholeError(repr(name), call.module)
+    call.gathered_by.append(name)
+    found = [gathered(x) for x in leaves]
+    args, kwargs = pytree.tree_unflatten(found, spec)
+    made = func(*args, **kwargs)
+    call.note_views(
+        name, made, [x for x, mine in zip(found, leaves, strict=True) if x is not mine]
+    )
+    return made
 
 
 def _refuse_writes(name: str, args: Args, kwargs: Named) -> None:
@@ -129,7 +136,7 @@ def _metadata(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     if func not in _METADATA:
         if getattr(func, "__name__", "") != "__get__":
             return _UNKNOWN
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        name = _name_of(func)
         if name == "mT":
             return views.swapped(args[0], -1, -2)
         if name in _VALUES:
@@ -138,6 +145,14 @@ def _metadata(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
             return func(args[0].local)
     with unseen_functions():
         return func(*args, **kwargs)
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the attribute that it gets."""
+    name = getattr(func, "__name__", str(func))
+    return (
+        getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+    )
 
 
 def _sliced(values: Iterable[Any]) -> list[SlicedTensor]:

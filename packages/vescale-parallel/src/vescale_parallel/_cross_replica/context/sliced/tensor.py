@@ -26,7 +26,13 @@ from vescale_dtensor import DTensor
 from vescale_parallel._cross_replica.context.conversions import gather_slices, sum_of_ranks
 from vescale_parallel._cross_replica.context.slices import ContextRanks, SequenceSlices
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import Returned
-from vescale_parallel._torch_private import is_in_backward, make_wrapper, pytree, unseen_functions
+from vescale_parallel._torch_private import (
+    is_in_backward,
+    make_wrapper,
+    pytree,
+    unseen_functions,
+    version_of,
+)
 
 WHOLE = "use context_parallel.outputs 'whole', with which the head and the loss run on all of it"
 
@@ -56,6 +62,8 @@ class Call:
         module: The one in the blocks that is called; empty behind them.
         is_over: Whether it has returned.
         gathered_by: Names of functions that got whole tensors.
+        views: Of whole tensors that were gathered, each with the function that returned it and how
+            often it had been written to.
     """
 
     limit: int
@@ -63,6 +71,30 @@ class Call:
     module: str = ""
     is_over: bool = False
     gathered_by: list[str] = field(default_factory=list[str])
+    views: list[tuple[str, Tensor, int]] = field(default_factory=list[tuple[str, Tensor, int]])
+
+    def note_views(self, function: str, made: Any, of: Any) -> None:
+        """Remember what a function returned that has the memory of whole tensors."""
+        memory = {_memory(x) for x in pytree.tree_leaves(of) if type(x) is Tensor and x.numel()}
+        for x in pytree.tree_leaves(made):
+            if type(x) is Tensor and x.numel() and _memory(x) in memory:
+                self.views.append((function, x, version_of(x)))
+
+    def end(self) -> None:
+        """Say that it has returned.
+
+        Raises:
+            ValueError: If a view was written to, which on one device is a write to the tensor.
+        """
+        self.is_over = True
+        views, self.views = self.views, []
+        written = [function for function, x, version in views if version_of(x) != version]
+        if written:
+            where = f"in {self.module!r}" if self.module else "behind the blocks"
+            raise ValueError(
+                f"context_parallel: {where} code writes to what {written[0]!r} returned, a view "
+                "of a tensor of which a rank has a slice; compute a new one, as torch.where does"
+            )
 
     def refuse_behind_it(self) -> None:
         """Refuse what ranks would have to do together, and one alone may ask for."""
@@ -207,6 +239,10 @@ class _TakenApart(torch.autograd.Function):
             "was given a tensor of which a rank has a slice, and its gradient cannot be told; "
             f"{WHOLE}"
         )
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def is_sliced(x: Any) -> bool:
