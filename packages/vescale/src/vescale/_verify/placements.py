@@ -182,7 +182,7 @@ def _paired(rows: Tensor, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _distances(rows: Tensor, others: Tensor) -> Tensor:
     """Return the largest difference of each row and each other one."""
-    return torch.stack([(row - others.double()).abs().amax(1) for row in rows.double()])
+    return torch.cdist(rows.double(), others.double(), p=torch.inf)
 
 
 def _two_dims(
