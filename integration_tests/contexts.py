@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import vescale
 from vescale_dtensor import GatherWarning
 
-from . import joint_attention, written_attention
+from . import joint_attention, residuals_outside, written_attention
 from .experts import Trained, adamw
 from .families import InDouble
 from .listed_experts import HIDDEN, OldMixtral
@@ -166,6 +166,7 @@ class ExpertsByHand(nn.Module):
 _BY_HAND: dict[str, Callable[[], nn.Module]] = {
     **written_attention.BY_HAND,
     **joint_attention.BY_HAND,
+    **residuals_outside.BY_HAND,
     **{
         name: functools.partial(written_attention.Causal, make)
         for name, make in joint_attention.ATTENTION.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -35,6 +35,33 @@ def block_stacks(model: nn.Module) -> list[tuple[str, ...]]:
     A block is a child with parameters of an ``nn.ModuleList`` or ``nn.Sequential``.
     """
     return _lists(model, may_take_turns=False)
+
+
+def sequence_stacks(model: nn.Module) -> list[tuple[str, ...]]:
+    """Return the FQNs of the blocks of every outermost stack that activations of sequences pass.
+
+    They are those of :func:`block_stacks`. Where blocks are lists that nothing calls, of an
+    attention and an MLP (``for attend, feed in layers``), or of several classes, the module that
+    calls what is in them adds residuals in between: a stack of one block.
+    """
+    stacks: dict[tuple[str, ...], None] = {}
+    for stack in _lists(model, may_take_turns=True):
+        blocks = [model.get_submodule(fqn) for fqn in stack]
+        around = stack[0].rpartition(".")[0]
+        if len({*map(type, blocks)}) == 1 and is_called(blocks[0]):
+            stacks[stack] = None
+            continue
+        while around and not is_called(model.get_submodule(around)):
+            around = around.rpartition(".")[0]
+        if around:
+            stacks[around,] = None
+    alone = tuple(f"{stack[0]}." for stack in stacks if len(stack) == 1)
+    return [stack for stack in stacks if not stack[0].startswith(alone)]
+
+
+def name_of(stack: Sequence[str]) -> str:
+    """Return the name of a stack of blocks: of their list, or of a block that is alone."""
+    return stack[0].rpartition(".")[0] if len(stack) > 1 else stack[0]
 
 
 def _lists(model: nn.Module, *, may_take_turns: bool) -> list[tuple[str, ...]]:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import name_of, sequence_stacks
 from vescale_parallel._model.copies import discard, snapshot
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.region import Region
 
 from .behind import Behind
-from .blocks import name_of
 from .draws import DrawKey, WholeDraw
 from .leaving import Leaving
 from .shown import shown_modules
@@ -83,8 +82,8 @@ class Attending:
             NotSlicedError: If there are none, or of a draw that cannot be told from another one.
         """
         watch = self.watch
-        attend = watch.attending | {*watch.multiplying}
-        found = [stack for stack in block_stacks(self.base) if {*stack} <= attend]
+        attend = (watch.attending | {*watch.multiplying}) - watch.given_none
+        found = [stack for stack in sequence_stacks(self.base) if {*stack} <= attend]
         if not found:
             raise NotSlicedError(
                 "found no list of two or more blocks that all attend, by "
@@ -97,11 +96,11 @@ class Attending:
 
     def _slicing(self, stacks: frozenset[str], shown: Set[str]) -> Slicing:
         watch, inside = self.watch, tuple(f"{stack}." for stack in stacks)
-        shown = {fqn for fqn in shown if fqn.startswith(inside)}
+        shown = {fqn for fqn in shown if f"{fqn}.".startswith(inside)}
         behind = watch.behind.behind(watch.steered)
         return Slicing(
             stacks,
-            frozenset(fqn for fqn in watch.modules if fqn.startswith(inside)),
+            frozenset(fqn for fqn in watch.modules if f"{fqn}.".startswith(inside)),
             _draws(watch, stacks),
             {fqn: next(iter(at)) for fqn, at in watch.in_attention.items() if len(at) == 1},
             leaving=Leaving(watch.returned),
@@ -125,7 +124,7 @@ class Attending:
             slicing: With which it is not.
         """
         where = error.where
-        stack = next((each for each in slicing.stacks if where.startswith(f"{each}.")), None)
+        stack = next((each for each in slicing.stacks if f"{where}.".startswith(f"{each}.")), None)
         if stack is None:
             return None
         attending = (fqn for fqn in slicing.attending if f"{where}.".startswith(f"{fqn}."))
@@ -155,7 +154,7 @@ def _may_show(fqn: str, known: Collection[str], slicing: Slicing) -> bool:
 def _within(stack: str, fqns: Iterable[str]) -> dict[str, str]:
     """Return the modules in a stack, each with its name in its block."""
     inside = f"{stack}."
-    found = (fqn for fqn in fqns if fqn.startswith(inside))
+    found = (fqn for fqn in fqns if f"{fqn}.".startswith(inside))
     return {fqn: fqn.removeprefix(inside).partition(".")[2] for fqn in found}
 
 

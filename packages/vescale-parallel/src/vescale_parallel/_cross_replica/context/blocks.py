@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.blocks import name_of
 from vescale_parallel._model.inputs import refuse_shut_output
 from vescale_parallel._torch_private import is_in_backward, pytree
 from vescale_parallel._trace.extents import Extent
@@ -39,7 +40,7 @@ from .attention.intercept import Interception
 from .attention.of_sliced import AttendsSliced
 from .attention.ring_attention import RingAttention
 from .behind import BehindBlocks
-from .conversions import gather_slices, keep_slice
+from .conversions import calling_back, gather_slices, keep_slice
 from .draws import DrawnDim, DrawsSlices
 from .leaving import around_one_stack
 from .shown import ShownModules
@@ -92,15 +93,23 @@ class SlicedBlocks:
         self._within: dict[str, str] = {}
         self._state: object = None
         self._intercepted: set[str] = set()
-        self._blocks: set[str] = set()
+        self._blocks, self._compilable = set[str](), set[str]()
 
     @property
     def slices(self) -> SequenceSlices:
         """Of the sequence that runs, or ran last."""
         return self._attention.slices
 
-    def install(self, model: nn.Module, stacks: Sequence[Sequence[str]]) -> None:
-        """Have the blocks of all stacks compute on slices, as :meth:`slice_as` says."""
+    def install(
+        self,
+        model: nn.Module,
+        stacks: Sequence[Sequence[str]],
+        units: frozenset[str] = frozenset(),
+    ) -> None:
+        """Have the blocks of all stacks compute on slices, as :meth:`slice_as` says.
+
+        ``units`` are modules that may run again in backward, some of them within a block.
+        """
         self._model, self.stacks = model, tuple(map(name_of, stacks))
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end, prepend=True)
@@ -111,6 +120,10 @@ class SlicedBlocks:
                 self._intercepted.add(fqn)
                 self._blocks.add(fqn)
             self._within.update(dict.fromkeys(stack[1:], name_of(stack)))
+        for fqn in units:
+            self._intercept(fqn)
+        self._shown.wrap(model, units)
+        self._compilable = self._blocks | units
         for fqn in around_one_stack(model, stacks):
             hook = functools.partial(self._gather_collected, fqn)
             model.get_submodule(fqn).register_forward_hook(hook, prepend=True)
@@ -130,12 +143,9 @@ class SlicedBlocks:
     def slice_as(self, slicing: Slicing) -> None:
         """Compute the next calls so; see [Note: attention that runs again]."""
         self.slicing = slicing
-        for fqn in sorted((slicing.attending | slicing.shown.modules) - self._intercepted):
-            module = self._model.get_submodule(fqn)
-            is_now = functools.partial(self._attends_by, fqn)
-            module.forward = self._interception.of_module(module.forward, is_now, fqn)
-            self._intercepted.add(fqn)
-        if self._compiled and (found := sorted(slicing.shown.modules & self._blocks)):
+        for fqn in sorted(slicing.attending | slicing.shown.modules):
+            self._intercept(fqn)
+        if self._compiled and (found := sorted(slicing.shown.modules & self._compilable)):
             raise ValueError(
                 f"context_parallel: the code of {found[0]!r} itself, which is compiled, makes "
                 "masks of the length that it sees, or multiplies positions with positions; have a "
@@ -144,6 +154,15 @@ class SlicedBlocks:
         self._shown.show(self._model, slicing.shown, besides=self._blocks)
         self._writes.watch(self._model, slicing.written, self._written_now)
         self.behind.slice_as(self._model, slicing.behind)
+
+    def _intercept(self, fqn: str) -> None:
+        if fqn not in self._intercepted:
+            module, is_now = (
+                self._model.get_submodule(fqn),
+                functools.partial(self._attends_by, fqn),
+            )
+            module.forward = self._interception.of_module(module.forward, is_now, fqn)
+            self._intercepted.add(fqn)
 
     def _written_now(self) -> tuple[Mapping[Place, Combination], SequenceSlices]:
         return self.slicing.written, self.slices
@@ -203,6 +222,10 @@ class SlicedBlocks:
 
     def _attends_by(self, fqn: str) -> bool:
         return fqn in self.slicing.attending or fqn in self.slicing.shown.modules
+
+    def _begin_backward(self, slicing: Slicing, slices: SequenceSlices) -> None:
+        """Have backward of a block be on the slices of its own call."""
+        self.slicing, self._attention.slices = slicing, slices
 
     def as_now(self, others: Callable[[], Around]) -> Callable[[], Around]:
         """Return what makes the context of blocks that run again in backward, with others'."""
@@ -370,27 +393,7 @@ class SlicedBlocks:
         elif index is not None and is_last:
             self.behind.begin(index, leaves[index], self.slices)
         if index is not None and torch.is_grad_enabled():
-            leaves[index] = _BackThrough.apply(leaves[index], self, self.slicing, self.slices)
+            leaves[index] = calling_back(
+                leaves[index], functools.partial(self._begin_backward, self.slicing, self.slices)
+            )
         return pytree.tree_unflatten(leaves, spec)
-
-
-class _BackThrough(torch.autograd.Function):
-    """Nothing in forward; in backward, begins that of a block on the slices of its own call."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, x: Tensor, blocks: SlicedBlocks, slicing: Slicing, slices: SequenceSlices
-    ) -> Tensor:
-        ctx.given = blocks, slicing, slices
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        blocks, slicing, slices = ctx.given
-        blocks.slicing, blocks._attention.slices = slicing, slices
-        return grad, None, None, None
-
-
-def name_of(stack: Sequence[str]) -> str:
-    """Return the name of a stack of blocks."""
-    return stack[0].rpartition(".")[0]

@@ -16,7 +16,7 @@ read.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -171,3 +171,20 @@ def _exchanged(
     received = [torch.Size(shape).numel() for shape in shapes]
     arrived = ranks.all_to_all(torch.cat([*parts]), [part.numel() for part in parts], received)
     return [x.view(*shape) for x, shape in zip(arrived.split(received), shapes, strict=True)]
+
+
+def calling_back(x: Tensor, function: Callable[[], None]) -> Tensor:
+    """Return a tensor whose gradient, when it arrives, calls a function first."""
+    return _CallingBack.apply(x, function)  # pyright: ignore[reportReturnType]: torch's own stub
+
+
+class _CallingBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[], None]) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.function = function
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.function()
+        return grad, None

@@ -97,7 +97,7 @@ def laws_of(
     for at, expected in whole.items():
         fqn, name, _ = at
         found = [part[at] for part in parts if at in part]
-        if not fqn.startswith(inside) or len(found) < len(parts):
+        if not f"{fqn}.".startswith(inside) or len(found) < len(parts):
             continue
         if all(is_close(x, expected) for x in found):
             continue
@@ -165,7 +165,9 @@ def first_other(whole: State, state: State, stacks: Stacks) -> tuple[str, str] |
     inside = tuple(f"{stack}." for stack in stacks)
     for at, expected in whole.items():
         found = state.get(at)
-        is_other = at[0].startswith(inside) if found is None else not is_close(found, expected)
+        is_other = (
+            f"{at[0]}.".startswith(inside) if found is None else not is_close(found, expected)
+        )
         if is_other:
             return at[0], at[1]
     return None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.batches.small_batches import within
 from vescale_parallel._cross_replica.context.reach.all_blocks import of_all_blocks
 from vescale_parallel._cross_replica.context.reach.flags import Flags, flags_of, set_flags
-from vescale_parallel._model.blocks import alike_parameters, block_stacks
+from vescale_parallel._model.blocks import alike_parameters, blocks_of, sequence_stacks
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.inputs import bind, opened, small_example
@@ -63,7 +63,9 @@ class ContextGuard:
         self._whole, self._cache_place = copied_without_values(model), _cache_place(model)
         self._caches = getattr(getattr(model, "config", None), "use_cache", False)
         # Accumulation changes the classes of blocks, by which stacks are found.
-        self._stacks = block_stacks(model)
+        self._stacks = sequence_stacks(model)
+        within = tuple(f"{stack[0]}." for stack in self._stacks if len(stack) == 1)
+        self._units = frozenset(fqn for fqn in blocks_of(model) if fqn.startswith(within))
         self._known: dict[tuple[str, tuple[int, ...], Flags], Slicing] = {}
         self._model = model
         self._blocks: SlicedBlocks | None = None
@@ -80,7 +82,7 @@ class ContextGuard:
         ``compiled`` says whether torch.compile compiles what their forwards are now.
         """
         self._blocks = SlicedBlocks(ranks, self._method, compiled=compiled)
-        self._blocks.install(model, self._stacks)
+        self._blocks.install(model, self._stacks, self._units)
         self._blocks.behind.returns_all = not self._only_loss
         self._model = model
         return self._blocks

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
 from vescale_parallel._cross_replica.context.reach.flags import set_flags
-from vescale_parallel._model.blocks import alike_parameters, block_stacks
+from vescale_parallel._model.blocks import alike_parameters, sequence_stacks
 from vescale_parallel._model.copies import discard
 from vescale_parallel._model.random_copies import random_copy, sharing_copy
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
@@ -250,7 +250,7 @@ def _on_ranks(
         local = sharing_copy(base)
         begin_with(local, begin)
         blocks = make(ContextThreads(threads, rank))
-        blocks.install(local, block_stacks(local))
+        blocks.install(local, sequence_stacks(local))
         blocks.slice_as(slicing)
         blocks.is_compared = True
         blocks.behind.finish_calls(local)
@@ -334,7 +334,9 @@ def _first_difference(
 ) -> str | None:
     """Return the first module in blocks, as they end, whose slices are not those of the whole."""
     for fqn, whole in seen.items():
-        inside = (slices for stack, slices in of_stacks.items() if fqn.startswith(f"{stack}."))
+        inside = (
+            slices for stack, slices in of_stacks.items() if f"{fqn}.".startswith(f"{stack}.")
+        )
         slices = next(inside, None)
         if slices is None or whole.dim() < 2 or whole.shape[1] != slices.length:
             continue

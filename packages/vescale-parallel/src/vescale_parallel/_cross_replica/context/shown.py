@@ -70,16 +70,20 @@ class ShownModules:
 
     def show(self, model: nn.Module, shown: Shown, *, besides: Set[str]) -> None:
         """Have the next calls compute so, in place; ``besides`` are blocks, which do already."""
-        for fqn in sorted(shown.modules - self._wrapped - besides):
-            module = model.get_submodule(fqn)
-            module.forward = left_out(self._of_module(module.forward, fqn), _LEFT_OUT)
-            self._wrapped.add(fqn)
+        self.wrap(model, shown.modules - besides)
         for fqn in sorted(shown.token_wise - self._hooked):
             module, given = model.get_submodule(fqn), list[tuple[Along, torch.Size] | None]()
             before = functools.partial(self._before, fqn, given)
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
             module.register_forward_hook(functools.partial(self._after, fqn, given))
             self._hooked.add(fqn)
+
+    def wrap(self, model: nn.Module, fqns: Set[str]) -> None:
+        """Have modules compute so, in place, in the calls in which they are shown."""
+        for fqn in sorted(fqns - self._wrapped):
+            module = model.get_submodule(fqn)
+            module.forward = left_out(self._of_module(module.forward, fqn), _LEFT_OUT)
+            self._wrapped.add(fqn)
 
     def _of_module(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
         @functools.wraps(forward)

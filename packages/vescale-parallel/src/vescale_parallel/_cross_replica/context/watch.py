@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import name_of, sequence_stacks
 from vescale_parallel._torch_private import pytree, unseen_functions
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order
@@ -24,7 +24,6 @@ from .attention.interface import interface_of
 from .attention.lengths import LengthMode
 from .attention.products import ProductMode
 from .behind import WatchBehind, is_token_wise
-from .blocks import name_of
 from .draws import DrawKey, WholeDraw
 from .leaving import Place, around_one_stack, shapes_of
 from .slicing import activation_of, is_activation
@@ -37,6 +36,7 @@ class ForwardWatch:
 
     Attributes:
         attending: Blocks that called attention.
+        given_none: Blocks that were called without activations.
         modules: The innermost modules in them that did.
         draws: By stack of blocks, what was drawn between its beginning and its end, where
             activations are slices. None for one module's numbers of several shapes.
@@ -57,6 +57,7 @@ class ForwardWatch:
 
     def __init__(self) -> None:
         self.attending: set[str] = set()
+        self.given_none: set[str] = set()
         self.modules: set[str] = set()
         self.draws: dict[str, dict[DrawKey, WholeDraw | None]] = {}
         self.in_attention: dict[str, set[tuple[str, int]]] = {}
@@ -80,7 +81,7 @@ class ForwardWatch:
 
     def run(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Run a model that is thrown away afterwards."""
-        stacks = block_stacks(model)
+        stacks = sequence_stacks(model)
         for fqn in around_one_stack(model, stacks):
             hook = _unseen(functools.partial(self._note_returned, fqn))
             model.get_submodule(fqn).register_forward_hook(hook)
@@ -160,6 +161,8 @@ class ForwardWatch:
             leaves = pytree.tree_leaves((args, kwargs))
             at = activation_of(leaves)
             first = None if at is None else leaves[at]
+            if first is None:
+                self.given_none.add(fqn)
             lengths = [x.shape[1] for x in leaves if is_activation(x) and x.ndim == _ROWS]
             self._length = first.shape[1] if first is not None and first.ndim > 1 else 0
             self._joined = sum(lengths)

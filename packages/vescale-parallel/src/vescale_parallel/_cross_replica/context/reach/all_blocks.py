@@ -14,11 +14,10 @@ from typing import Any
 from torch import nn
 
 from vescale_parallel._cross_replica.context.attending import NotSlicedError
-from vescale_parallel._cross_replica.context.blocks import name_of
 from vescale_parallel._cross_replica.context.leaving import Leaving
 from vescale_parallel._cross_replica.context.shown import Shown
 from vescale_parallel._cross_replica.context.slicing import Slicing
-from vescale_parallel._model.blocks import block_stacks
+from vescale_parallel._model.blocks import name_of, sequence_stacks
 
 from .flags import flags_of
 
@@ -128,7 +127,7 @@ class _Alike:
 
 
 def _stacks(model: nn.Module) -> Stacks:
-    return {name_of(stack): stack for stack in block_stacks(model)}
+    return {name_of(stack): stack for stack in sequence_stacks(model)}
 
 
 def _compared_for(fqn: str, model: nn.Module, blocks: Sequence[str], few: nn.Module) -> str:
