@@ -16,6 +16,7 @@ import vescale
 from vescale_testing import World
 
 from .families import make, tokens
+from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .test_own_compile import blocks_of
 
@@ -164,7 +165,13 @@ def assert_right(world: World, family: str, program: Program, plan: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "plan"), [(usual, "zero3"), (clipped, "tp"), (hooked, "dp"), (evaluated, "pp")]
+    ("program", "plan"),
+    [
+        (usual, "zero3"),
+        nightly(clipped, "tp"),
+        nightly(hooked, "dp"),
+        (evaluated, "pp"),
+    ],
 )
 def test_a_compiled_step_has_the_losses_of_one_device(
     world2: World, program: Program, plan: str
@@ -174,7 +181,7 @@ def test_a_compiled_step_has_the_losses_of_one_device(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "plan"), [("checkpoint", "zero3"), ("checkpoint-reentrant", "tp")]
+    ("family", "plan"), [("checkpoint", "zero3"), nightly("checkpoint-reentrant", "tp")]
 )
 def test_so_it_has_where_blocks_run_again_in_backward(
     world2: World, family: str, plan: str

@@ -96,7 +96,7 @@ def trained(constraints: Constraints) -> list[int]:
     return [block.num_graphs for block in report.values()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_of_other_models_of_a_process_do_not_count() -> None:
     for _ in range(3):  # 48 blocks: torch gave code behind breaks up at the 33rd
         assert vescale.emulate(trained, 4, args=({DP: 4},)) == [[2] * 4] * 4

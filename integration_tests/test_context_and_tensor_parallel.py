@@ -8,6 +8,7 @@ import pytest
 
 from vescale_testing import World
 
+from .nightly import nightly_but
 from .plans import CP, TP, ZERO, Constraints
 from .test_context_parallel import check
 
@@ -17,7 +18,7 @@ ONE_KEY: dict[str, Any] = {"more": (("num_key_value_heads", 1),)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+@pytest.mark.parametrize("family", nightly_but(["llama", "gpt2", "qwen3"], "llama"))
 def test_heads_are_cut_and_then_shared_out(world4: World, family: str) -> None:
     check(world4, {CP: 2, TP: 2}, family, length=13)
 

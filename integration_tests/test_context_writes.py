@@ -148,6 +148,7 @@ def test_what_rows_add_to_is_summed_over_micro_batches(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_what_rows_add_to_is_summed_over_micro_batches_of_stages(world2: World) -> None:
     check(world2, ["added"], {PP: 2, PARTS: 2})
 

@@ -140,6 +140,7 @@ def test_lengths_and_flags_that_steer_blocks_are_one_device_s(world2: World) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_heads_of_torch_s_attention_are_sharded_besides() -> None:
     cell = verified("encoding", "tp x cp", "float64")
     assert cell.status == "rounding", cell.detail

@@ -37,7 +37,7 @@ PLANS: dict[str, tuple[int, int, Constraints]] = {
 DATA = ("dp", "zero2", "dp-3-rows", "zero3", "zero1")
 BY_DAY = {
     *((name, DATA[index % len(DATA)]) for index, name in enumerate((*LOSSES, *MODELS))),
-    *(("tasks", plan) for plan in ("tp-dp", "pp")),
+    ("tasks", "tp-dp"),
     ("ppo", "tp"),
     ("batch_norm_1d", "tp-dp"),
 }

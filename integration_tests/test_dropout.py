@@ -259,7 +259,6 @@ EVERYTHING = [(ranks, plan, name) for ranks in PLANS for plan in PLANS[ranks] fo
 # By day every plan of two ranks with one model, and other models with some plan.
 BY_DAY = {
     *((2, plan, "hand_written") for plan in TWO),
-    (2, "tp", "gpt2-eager"),
     (2, "tp-sequence", "gpt2-sdpa"),
     (2, "zero3-recompute", "bert-sdpa"),
     (4, "hybrid2", "gpt2-eager"),

@@ -179,21 +179,17 @@ PLANS: list[Constraints] = [
     ("family", "constraints"),
     [
         ("phi3", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3}),
-        ("mamba2", {TP: 4}),
-        ("qwen3_next", {TP: 2, PP: 2, PARTS: 2}),
+        nightly("mamba2", {TP: 4}),
+        nightly("qwen3_next", {TP: 2, PP: 2, PARTS: 2}),
         ("gpt_bigcode", {TP: 4, SEQUENCE: True}),
         ("few_key_heads", {TP: 4}),
         ("falcon", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
         ("one_key_head", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
-        *(
-            nightly(family, plan)
-            for family in FAMILIES
-            for plan in PLANS
-        ),
+        *(nightly(family, plan) for family in FAMILIES for plan in PLANS),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_four_ranks_have_the_losses_and_gradients_of_one(
     world4: World, family: str, constraints: Constraints
 ) -> None:
@@ -219,7 +215,7 @@ def loaded(family: str, path: str, constraints: Constraints) -> dict[str, Tensor
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["phi3", "mamba2", "falcon"])
+@pytest.mark.parametrize("family", nightly_but(["phi3", "mamba2", "falcon"], "falcon"))
 def test_their_checkpoints_are_resharded(
     world2: World, world4: World, family: str, tmp_path: Path
 ) -> None:
@@ -247,7 +243,11 @@ def test_models_with_them_generate(world2: World, family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "constraints"),
-    [("mamba2", {TP: 2, DP: 2}), ("one_key_head", {TP: 2, DP: 2}), ("few_key_heads", {TP: 4})],
+    [
+        nightly("mamba2", {TP: 2, DP: 2}),
+        ("one_key_head", {TP: 2, DP: 2}),
+        nightly("few_key_heads", {TP: 4}),
+    ],
     ids=str,
 )
 def test_what_their_layers_return_is_verified_part_by_part(

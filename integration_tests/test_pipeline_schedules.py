@@ -16,6 +16,7 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches
+from .nightly import nightly
 from .plans import DP, PARTS, PP, SCHEDULE, TP, VIRTUAL, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -186,6 +187,7 @@ def test_a_tied_weight_is_summed_over_micro_batches_on_each_stage_first(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_so_it_is_on_four_stages(world4: World) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         world4.run(tied, 4, 8, dtype)
@@ -211,7 +213,7 @@ def test_models_of_transformers_too(world2: World, name: str, schedule: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", nightly("dualpipev")])
 def test_four_ranks_too(world4: World, schedule: str) -> None:
     _check(world4, "hand_written", schedule, 4, 8)
 

@@ -154,7 +154,7 @@ def test_frozen_parameters_have_no_gradients_and_no_states(
     [
         nightly("llama", {DP: 1}),
         nightly("llama", {DP: 8, ZERO: 1}),
-        ("llama", {DP: 8, ZERO: 2, "precision.reduce": "float32", ACCUMULATE: 2}),
+        nightly("llama", {DP: 8, ZERO: 2, "precision.reduce": "float32", ACCUMULATE: 2}),
         nightly("llama", {DP: 8, ZERO: 3}),
         nightly("vit", {DP: 8, ACCUMULATE: 2}),
         ("vit", {DP: 8, ZERO: 1, ACCUMULATE: 2}),

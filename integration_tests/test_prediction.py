@@ -298,8 +298,8 @@ def test_a_models_own_generate_gets_no_options_of_transformers(world2: World, pl
     right(world2, own_generation, "classifier", PLANS[plan])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(FOUR, "tp-sequence-zero3"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", FOUR)
 def test_tokens_generated_over_several_axes_are_one_devices(world4: World, plan: str) -> None:
     right(world4, generation, "llama", FOUR[plan])
 

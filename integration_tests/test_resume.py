@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[int, Constraints]] = {
 }
 # Every kind saves once and loads once; a few of them with every change.
 SLICE = list(zip(KINDS, [*KINDS][1:] + [*KINDS][:1], strict=True))
-IN_CI = {"nothing", "tp-zero3", "zero3-of-3", "pp-interleaved", "pp-tp", "zero3-on-host"}
+IN_CI = {"nothing", "zero3-of-3", "pp-interleaved", "zero3-on-host"}
 
 
 def adamw(model: nn.Module) -> Optimizer:
