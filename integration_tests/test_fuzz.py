@@ -10,6 +10,7 @@ from vescale_testing import World
 
 from .fuzz import DEFAULTS, drawn, judged, read, search, shrunk, told
 from .judge import BAD, judge
+from .nightly import nightly_but
 from .test_coupled_rows import of_loss
 
 # ``nox -s nightly`` begins elsewhere every night.
@@ -75,7 +76,7 @@ def worlds(world2: World, world4: World) -> dict[int, World]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", nightly_but(range(40), *range(16)))
 def test_a_random_module_is_right_or_refused(worlds: dict[int, World], seed: int) -> None:
     spec = drawn(seed)
     judgement = judged(worlds, spec)

@@ -102,10 +102,8 @@ class MeanTracker(TorchFunctionMode):
         return id(value) in self._known
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, tensors = (
-            getattr(func, "__name__", ""),
-            _tensors_in([*args, *(kwargs or {}).values()]),
-        )
+        name = getattr(func, "__name__", "")
+        tensors = _tensors_in([*args, *(kwargs or {}).values()])
         is_fixed = bool(tensors) and all(map(self._is_fixed, tensors))
         is_linear = bool(tensors) and self._is_linear(name, args, tensors)
         result = func(*args, **(kwargs or {}))

@@ -42,21 +42,18 @@ def sequence_stacks(model: nn.Module) -> list[tuple[str, ...]]:
 
     They are those of :func:`block_stacks`. Where blocks are lists that nothing calls, of an
     attention and an MLP (``for attend, feed in layers``), or of several classes, the module that
-    calls what is in them adds residuals in between: a stack of one block.
+    calls what is in them adds residuals in between: a stack of one block, if no others are in it.
     """
-    stacks: dict[tuple[str, ...], None] = {}
+    called = [s for s in block_stacks(model) if is_called(model.get_submodule(s[0]))]
+    alone = dict[str, None]()
     for stack in _lists(model, may_take_turns=True):
-        blocks = [model.get_submodule(fqn) for fqn in stack]
-        around = stack[0].rpartition(".")[0]
-        if len({*map(type, blocks)}) == 1 and is_called(blocks[0]):
-            stacks[stack] = None
-            continue
+        around = name_of(stack)
         while around and not is_called(model.get_submodule(around)):
             around = around.rpartition(".")[0]
-        if around:
-            stacks[around,] = None
-    alone = tuple(f"{stack[0]}." for stack in stacks if len(stack) == 1)
-    return [stack for stack in stacks if not stack[0].startswith(alone)]
+        if around and not any(s[0].startswith(f"{around}.") for s in called):
+            alone[around] = None
+    outer = [fqn for fqn in alone if not fqn.startswith(tuple(f"{each}." for each in alone))]
+    return [*called, *((fqn,) for fqn in outer)]
 
 
 def name_of(stack: Sequence[str]) -> str:
