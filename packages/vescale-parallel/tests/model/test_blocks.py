@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from vescale_parallel import (
@@ -12,7 +12,7 @@ from vescale_parallel import (
     pipeline_blocks,
     with_constraints,
 )
-from vescale_parallel._model.blocks import blocks_of
+from vescale_parallel._model.blocks import blocks_of, sequence_stacks
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._pipeline.stage_assignment import stage_map
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
@@ -190,3 +190,31 @@ def test_a_sharding_plan_that_means_nothing_is_refused(plan: dict[str, str], mes
 
 def test_numbers_in_names_are_generalized() -> None:
     assert generalize("model.layers.12.mlp.0.weight") == "model.layers.*.mlp.*.weight"
+
+
+class _Called(nn.Module):
+    def __init__(self, **lists: nn.Module) -> None:
+        super().__init__()
+        for name, each in lists.items():
+            self.add_module(name, each)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_module_around_layers_of_several_kinds_is_one_block_unless_it_has_blocks() -> None:
+    layers = nn.ModuleList(each for _ in range(2) for each in (nn.Linear(2, 2), nn.LayerNorm(2)))
+    nested = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), nn.LayerNorm(2)]) for _ in range(2))
+    for lists in (layers, nested):
+        assert sequence_stacks(_Called(body=_Called(layers=lists))) == [("body",)]
+        assert sequence_stacks(_Called(layers=lists)) == []
+    stages = nn.ModuleList(
+        each
+        for _ in range(2)
+        for each in (
+            nn.Linear(2, 2),
+            _Called(blocks=nn.ModuleList(nn.Linear(2, 2) for _ in range(2))),
+        )
+    )
+    model = _Called(body=_Called(stages=stages))
+    assert sequence_stacks(model) == block_stacks(model) != []
