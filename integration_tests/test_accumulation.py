@@ -16,7 +16,6 @@ from vescale_parallel import with_constraints
 from vescale_testing import World
 
 from .models import HandWritten, batches
-from .nightly import nightly_but
 from .training import Recipe, Record, samples, train, whole
 
 # float64; sums of parts are in another order. An optimizer that divides by gradients, as AdamW,
@@ -55,18 +54,15 @@ def _compare(recipe: Recipe, constraints: dict[str, Any]) -> None:
     _same(train(recipe, constraints), train(recipe))
 
 
+@pytest.mark.by_day("zero3 recomputed-hand_written")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "model"),
-    nightly_but(
-        [
-            *((plan, "hand_written") for plan in PLANS),
-            *((plan, "gpt2") for plan in ("dp2", "dp2 x tp2")),
-            *((plan, "llama") for plan in ("zero3", "dp2 x pp2")),
-        ],
-        *((plan, "hand_written") for plan in ("dp2", "zero3 recomputed", "pp2", "dp2 x tp2")),
-        ("zero3", "llama"),
-    ),
+    [
+        *((plan, "hand_written") for plan in PLANS),
+        *((plan, "gpt2") for plan in ("dp2", "dp2 x tp2")),
+        *((plan, "llama") for plan in ("zero3", "dp2 x pp2")),
+    ],
 )
 def test_micro_batches_have_the_gradients_of_the_whole_batch(
     request: pytest.FixtureRequest, plan: str, model: str
@@ -95,8 +91,9 @@ HAND: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.by_day("both")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(HAND, "zero3", "tp2", "both"))
+@pytest.mark.parametrize("plan", HAND)
 def test_a_loop_that_accumulates_itself_has_the_gradients_of_one_device(
     request: pytest.FixtureRequest, plan: str
 ) -> None:
@@ -190,8 +187,9 @@ EXACT: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.by_day("one rank")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(EXACT, "one rank", "zero3", "pp2", "dp4"))
+@pytest.mark.parametrize("plan", EXACT)
 def test_micro_batches_are_those_of_one_device_to_the_bit(
     request: pytest.FixtureRequest, plan: str
 ) -> None:

@@ -15,7 +15,6 @@ from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
 from .experts import build, tokens
-from .nightly import nightly, nightly_but
 from .odd_models import Loss
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints
 from .test_bad_input import check as check_refusal
@@ -135,6 +134,7 @@ def test_training_is_one_devices(world2: World, name: str) -> None:
         assert_one_devices(found_parameters, parameters)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_compiled_blocks_have_the_bits_of_eager_ones(world2: World) -> None:
     written = world2.run(train, "blocks", {TP: 2})
@@ -146,8 +146,9 @@ def test_compiled_blocks_have_the_bits_of_eager_ones(world2: World) -> None:
         assert all(torch.equal(parameters[name], other) for name, other in others.items())
 
 
+@pytest.mark.by_day("1")
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, nightly(3)])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_training_beside_data_parallelism_is_one_devices(world4: World, zero: int) -> None:
     losses, parameters = train("convolutions", None)
     runs = world4.run(train, "convolutions", {TP: 2, DP: 2, ZERO: zero})
@@ -161,13 +162,10 @@ def test_training_beside_data_parallelism_is_one_devices(world4: World, zero: in
 EXPERTS = "model.layers.*.mlp.experts"
 
 
+@pytest.mark.by_day("grouped_mm-False")
 @pytest.mark.parametrize(
     ("implementation", "sequence"),
-    nightly_but(
-        itertools.product(["batched_mm", "grouped_mm"], [False, True]),
-        ("batched_mm", True),
-        ("grouped_mm", False),
-    ),
+    [*itertools.product(["batched_mm", "grouped_mm"], [False, True])],
 )
 def test_all_weights_of_experts_with_biases_are_cut(implementation: str, sequence: bool) -> None:
     model = build("gpt_oss", implementation, **WIDE).float()
@@ -177,8 +175,9 @@ def test_all_weights_of_experts_with_biases_are_cut(implementation: str, sequenc
     assert found.plan[f"{EXPERTS}.down_proj_bias.<read>"] == "Partial()"
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [False, nightly(True)])
+@pytest.mark.parametrize("sequence", [False, True])
 def test_experts_with_biases_are_one_devices(world2: World, sequence: bool) -> None:
     constraints = {DP: 1, TP: 2, SEQUENCE: sequence}
     check(world2, constraints, "gpt_oss", "batched_mm", skewed=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from torch.optim import AdamW, Optimizer
 
 from vescale_testing import World
 
-from .nightly import in_turns, nightly_but
 from .programs import (
     ALL,
     DATA,
@@ -110,9 +110,10 @@ def failed_backward(run: Run) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("two_losses-dp", "group_later-zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "plan"), in_turns([two_losses, evaluation_between, group_later], ALL)
+    ("program", "plan"), [*product([two_losses, evaluation_between, group_later], ALL)]
 )
 def test_a_loop_that_torch_allows_is_right_or_refused(
     world2: World, program: Program, plan: str
@@ -120,10 +121,11 @@ def test_a_loop_that_torch_allows_is_right_or_refused(
     right_or_refused(world2, program, ALL[plan])
 
 
+@pytest.mark.by_day("backward_twice-dp", "failed_backward-zero2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "plan"),
-    in_turns([backward_twice, failed_backward, penalty_first, penalty_last], DATA),
+    [*product([backward_twice, failed_backward, penalty_first, penalty_last], DATA)],
 )
 def test_a_loop_without_a_pipeline_is_right_or_refused(
     world2: World, program: Program, plan: str
@@ -181,13 +183,15 @@ def skipped_blocks(run: Run) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("zero3")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(DATA, "zero3"))
+@pytest.mark.parametrize("plan", DATA)
 def test_a_choice_by_the_first_row_is_that_of_the_whole_batch(world2: World, plan: str) -> None:
     right_or_refused(world2, skipped_by_first_row, DATA[plan])
 
 
+@pytest.mark.by_day("zero3")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(DATA, "zero3"))
+@pytest.mark.parametrize("plan", DATA)
 def test_blocks_left_out_on_some_ranks_do_not_mix_up_parameters(world2: World, plan: str) -> None:
     right_or_refused(world2, skipped_blocks, DATA[plan])

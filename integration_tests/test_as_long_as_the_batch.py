@@ -124,6 +124,7 @@ def time_first(run: Run, rows: int, length: int, *, is_pooled: bool) -> None:
 DATA, PIPELINE = {DP: 2}, {PP: 2, PARTS: 2}
 
 
+@pytest.mark.by_day("program1-plan1", "program7-plan7", "program9-plan9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "plan"),

@@ -12,7 +12,6 @@ import vescale
 from vescale_testing import World
 
 from .contexts import batch_of
-from .nightly import nightly
 from .plans import CP, Constraints, make_plan
 from .test_bad_input import check as refused
 from .test_compile_context import COMPILED, METHOD, Attention, Block, Net
@@ -83,7 +82,8 @@ def test_blocks_may_attend_once_more(world2: World, method: str) -> None:
 SHORT: Calls = ((3, True), (2, True))
 
 
-@pytest.mark.parametrize("calls", [NOT_AT_FIRST, nightly(SHORT + NOT_AT_FIRST)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("calls", [NOT_AT_FIRST, SHORT + NOT_AT_FIRST])
 def test_compiled_blocks_may_attend_once_more_by_a_flag(world2: World, calls: Calls) -> None:
     expected = losses(Twice, None, calls)
     for found in world2.run(losses, Twice, {CP: 2, **COMPILED}, calls):
@@ -91,7 +91,8 @@ def test_compiled_blocks_may_attend_once_more_by_a_flag(world2: World, calls: Ca
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("calls", [NOT_AT_FIRST, nightly(SHORT + NOT_AT_FIRST)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("calls", [NOT_AT_FIRST, SHORT + NOT_AT_FIRST])
 def test_compiled_blocks_that_attend_once_more_are_refused_by_name(
     world2: World, calls: Calls
 ) -> None:

@@ -17,7 +17,6 @@ from vescale_testing import World
 from .experts import rows_of, tokens
 from .listed_experts import Model
 from .models import batches, build
-from .nightly import nightly_but
 from .plans import DP, EP, PP, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -84,9 +83,10 @@ def of_a_plan(name: str, dtype: torch.dtype, constraints: Constraints) -> dict[s
         return run(model, optimizer, dtype, replica=part)
 
 
+@pytest.mark.by_day("hand_written-zero3-torch.float16")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("plan", nightly_but(AS_MICROBATCHES, "zero3", "pp"))
+@pytest.mark.parametrize("plan", AS_MICROBATCHES)
 @pytest.mark.parametrize("name", ["hand_written", "llama"])
 def test_bits_are_those_of_one_device_and_its_micro_batches(
     world1: World, world2: World, name: str, plan: str, dtype: torch.dtype
@@ -101,9 +101,10 @@ def test_bits_are_those_of_one_device_and_its_micro_batches(
             assert torch.equal(found[fqn], value), fqn
 
 
+@pytest.mark.by_day("hand_written-torch.float16")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", nightly_but(["hand_written", "llama"], "hand_written"))
+@pytest.mark.parametrize("name", ["hand_written", "llama"])
 def test_a_tensor_parallel_loop_is_as_near_to_float32(
     world1: World, world2: World, name: str, dtype: torch.dtype
 ) -> None:
@@ -142,12 +143,11 @@ def with_listed_experts(
     return {name: whole(p.detach()) for name, p in model.named_parameters()}
 
 
+@pytest.mark.by_day("3-torch.bfloat16-skewed")
 @pytest.mark.slow
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
-@pytest.mark.parametrize(
-    "dtype", nightly_but([torch.bfloat16, torch.float16], torch.bfloat16), ids=str
-)
-@pytest.mark.parametrize("zero", nightly_but([0, 3], 3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("zero", [0, 3])
 def test_listed_experts_that_ranks_share_make_rows_of_another_dtype(
     world2: World, dtype: torch.dtype, zero: int, skewed: bool
 ) -> None:

@@ -19,7 +19,6 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches, build
-from .nightly import nightly_but
 from .plans import (
     DP,
     EP,
@@ -204,8 +203,9 @@ def optimize(constraints: Constraints, name: str) -> None:
     vescale.parallelize(make_plan(constraints), HandWritten(), OPTIMIZERS[name])
 
 
+@pytest.mark.by_day("LBFGS-zero3", "OwnStep-zero3", "SparseAdam-zero3")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(["zero1", "zero3", "tp", "pp-1f1b"], "zero3"))
+@pytest.mark.parametrize("plan", ["zero1", "zero3", "tp", "pp-1f1b"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_of_which_nothing_is_known_is_refused_on_parts(
     world2: World, name: str, plan: str
@@ -370,16 +370,18 @@ def check_failure(world: World, directory: Path, case: tuple[Constraints, str, s
             assert answer[1].startswith("rank 1 raised LookupError: row 17 is bad"), answer
 
 
+@pytest.mark.by_day("pp-backward")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", nightly_but(FAILURES, "zero3", "pp-backward"))
+@pytest.mark.parametrize("case", FAILURES)
 def test_ranks_that_wait_for_one_that_raised_stop_and_name_it(
     broken2: World, tmp_path: Path, case: str
 ) -> None:
     check_failure(broken2, tmp_path, FAILURES[case])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("case", nightly_but(FAILURES_OF_FOUR, "tp-zero3"))
+@pytest.mark.parametrize("case", FAILURES_OF_FOUR)
 def test_ranks_on_another_axis_than_one_that_raised_stop_and_name_it(
     broken4: World, tmp_path: Path, case: str
 ) -> None:
@@ -404,6 +406,7 @@ def call(cls: type[nn.Module], rows: int) -> None:
     model({k: v[:rows] for k, v in batches(1)[0].items()}).sum().backward()
 
 
+@pytest.mark.by_day("kept_loss", "no rows")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CALLS)
 def test_a_call_that_a_pipeline_cannot_run_is_refused(
@@ -431,16 +434,16 @@ def change(constraints: Constraints, kind: str) -> None:
     model({k: v[: 8 // replicas] for k, v in batches(1)[0].items()})
 
 
+@pytest.mark.by_day("double-dp", "bfloat16-zero3", "assign-pp-1f1b")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    nightly_but(
-        itertools.product(
+    [
+        *itertools.product(
             ["double", "bfloat16", "data", "assign"], ["dp", "zero3", "tp", "pp-1f1b"]
-        ),
-        ("double", "dp"), ("bfloat16", "zero3"), ("data", "tp"), ("assign", "pp-1f1b"),
-    ),
-)  # fmt: skip
+        )
+    ],
+)
 def test_a_change_that_the_engine_would_not_see_is_refused_at_the_next_call(
     broken2: World, kind: str, plan: str
 ) -> None:
@@ -460,8 +463,9 @@ def copied_loss(constraints: Constraints) -> tuple[float, float]:
         return float(model(batch)), before
 
 
+@pytest.mark.by_day("zero3")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(["dp", "zero3", "tp"], "zero3"))
+@pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
 def test_a_copy_has_parameters_of_its_own(world2: World, plan: str) -> None:
     for after, before in world2.run(copied_loss, TWO[plan]):
         assert after == before

@@ -124,6 +124,7 @@ def closed(run: Run) -> None:
     summed(run, Closed)
 
 
+@pytest.mark.by_day("opened")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [named, opened, by_attribute])
 def test_rows_are_found_in_what_torch_opens(world2: World, program: Callable[[Run], None]) -> None:

@@ -17,7 +17,6 @@ from vescale_testing import World
 
 from .experts import VOCABULARY, adamw, rows_of, tokens
 from .listed_experts import HIDDEN, INNER, Stacks
-from .nightly import nightly_but
 from .plans import DP, EP, TP, ZERO, Constraints, make_plan
 from .test_expert_parallel_habits import Stack
 from .training import whole
@@ -213,8 +212,9 @@ def check(world: World, layer: str, plan: Constraints) -> None:
             torch.testing.assert_close(x, one, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.by_day("Sequences")
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", nightly_but(LAYERS, "AllTokens", "Dropped", "Sequences"))
+@pytest.mark.parametrize("layer", LAYERS)
 def test_owners_of_stacks_compute_over_all_rows(world2: World, layer: str) -> None:
     check(world2, layer, {DP: 2, EP: 2})
 

@@ -18,7 +18,6 @@ from vescale_testing import World
 
 from . import invariant_bits
 from .families import hugging_face, tokens
-from .nightly import nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .sharded_layers import compare
 from .test_bad_input import check as check_refusal
@@ -157,6 +156,7 @@ def build(name: str) -> nn.Module:
     return hugging_face(name, "eager", **SIZES, **FAMILIES[name]).double()
 
 
+@pytest.mark.by_day("slopes", "table", "module", "argument")
 @pytest.mark.parametrize("name", SAID)
 def test_ranks_read_their_heads_of_biases(name: str) -> None:
     model = build(name)
@@ -168,7 +168,8 @@ def test_ranks_read_their_heads_of_biases(name: str) -> None:
     assert {f"{fqn}.weight" for fqn in owners} <= said
 
 
-@pytest.mark.parametrize("name", nightly_but(["slopes", "argument", "bloom"], "argument"))
+@pytest.mark.by_day("argument")
+@pytest.mark.parametrize("name", ["slopes", "argument", "bloom"])
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, name: str) -> None:
     compare(world2, build, name, {TP: 2})
 
@@ -185,10 +186,11 @@ PLANS: list[Constraints] = [
 SAMPLE = [("bloom", PLANS[1]), ("argument", PLANS[2]), ("table", PLANS[3]), ("mpt", PLANS[0])]
 
 
+@pytest.mark.by_day("argument-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "constraints"),
-    nightly_but(SAMPLE, ("bloom", PLANS[1]), ("argument", PLANS[2])),
+    SAMPLE,
     ids=str,
 )
 def test_plans_of_four_ranks(world4: World, name: str, constraints: Constraints) -> None:
@@ -218,6 +220,7 @@ def explained(name: str) -> str:
     return str(explanation)
 
 
+@pytest.mark.by_day("table-table read as Shard(1)")
 @pytest.mark.parametrize(
     ("name", "said"),
     [("bloom", "alibi read as Shard(0) of each row"), ("table", "table read as Shard(1)")],
@@ -226,6 +229,7 @@ def test_explain_says_what_is_read_in_parts(world2: World, name: str, said: str)
     assert said in world2.run(explained, name)[0]
 
 
+@pytest.mark.by_day("table")
 @pytest.mark.parametrize("name", ["bloom", "table"])
 def test_what_their_layers_return_is_verified(name: str) -> None:
     batch = tokens() | {"labels": tokens()["input_ids"]}
@@ -273,6 +277,7 @@ def generated(constraints: Constraints | None) -> Tensor:
     return model.generate(tokens()["input_ids"], max_new_tokens=6, do_sample=False)
 
 
+@pytest.mark.nightly
 def test_models_with_them_generate(world2: World) -> None:
     expected = generated(None)
     assert all(torch.equal(each, expected) for each in world2.run(generated, {TP: 2}))

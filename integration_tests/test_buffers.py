@@ -100,6 +100,7 @@ def test_blocks_that_run_again_start_from_the_buffers_of_the_first_run(
     right(world2, functools.partial(changed, kind), RECOMPUTE)
 
 
+@pytest.mark.by_day("statistics-constraints0", "counter-constraints1", "spectral-constraints2")
 @pytest.mark.parametrize(
     ("kind", "constraints"),
     [

@@ -118,6 +118,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_day("llama-pp")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "plan"), CASES)
 def test_clipping_is_one_devices_and_reduces_once(

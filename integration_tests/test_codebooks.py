@@ -119,6 +119,7 @@ def follow_set_anew(run: Run) -> None:
     trained(set_anew)(run)
 
 
+@pytest.mark.by_day("follow_detached", "follow_with_dead_codes")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",

@@ -136,6 +136,9 @@ def boxes(run: Run, norm: Callable[[int], nn.Module], count: int) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day(
+    "contrast-plan3", "distance-plan0", "distance-plan1", "distance-plan2", "distance-plan3"
+)
 @pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, ZERO: 3}, {TP: 2}, STAGES])
 @pytest.mark.parametrize("program", [contrast, distance])
 def test_a_list_of_as_many_columns_as_rows_holds_columns(
@@ -144,6 +147,7 @@ def test_a_list_of_as_many_columns_as_rows_holds_columns(
     right(world2, program, plan)
 
 
+@pytest.mark.by_day("2-LayerNorm", "3-LayerNorm", "3-BatchNorm1d")
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 @pytest.mark.parametrize("count", [2, 3])  # as many as rows, and a number that most tensors share
 def test_a_list_of_targets_of_pictures_holds_one_a_row(

@@ -18,7 +18,6 @@ from vescale_parallel import CompiledBlock, ParallelPlan, compile_report
 from vescale_testing import World
 
 from .families import ROWS as FAMILY_ROWS, make
-from .nightly import nightly
 from .plans import COPIES, DP, PARTS, PP, SCHEDULE, VIRTUAL, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 from .training import Recipe, Record, compile_in_place, train, whole
@@ -68,11 +67,11 @@ PLANS: dict[str, Constraints] = {
     "pp-recompute": {PP: 2, PARTS: 2, RECOMPUTE: "full"},
     "pp-interleaved": {PP: 2, PARTS: 2, SCHEDULE: "interleaved_1f1b", VIRTUAL: 2},
 }
-IN_CI = ("pp",)
 
 
+@pytest.mark.by_day("pp")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [plan if plan in IN_CI else nightly(plan) for plan in PLANS])
+@pytest.mark.parametrize("plan", PLANS)
 def test_compiled_blocks_give_the_numbers_of_one_device(world2: World, plan: str) -> None:
     same(world2, HAND_WRITTEN, PLANS[plan], relative=1e-12)
 
@@ -265,6 +264,7 @@ def scaled_in_turns() -> None:
     assert not any(block.eager for block in compile_report(model).values())
 
 
+@pytest.mark.nightly
 def test_blocks_whose_floats_change_stay_compiled(world2: World) -> None:
     world2.run(scaled_in_turns)
 
@@ -317,6 +317,7 @@ def drawn_on_one_device(kind: type[Block]) -> float:
     return sum(model(ids()).item() for _ in range(3))
 
 
+@pytest.mark.by_day("Draws")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Draws, Block])
 def test_compiled_blocks_draw_what_one_device_draws(world2: World, kind: type[Block]) -> None:

@@ -12,7 +12,6 @@ from vescale_parallel import compile_report
 from vescale_testing import World
 
 from .compiled_training import train_steps
-from .nightly import nightly_but
 from .plans import PARTS, PP, TP, Constraints, make_plan
 
 COMPILED: Constraints = {"compile": "blocks", "compile_backend": "aot_eager"}
@@ -63,8 +62,9 @@ def trained(constraints: Constraints | None) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.by_day("pp")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(PLANS, "pp"))
+@pytest.mark.parametrize("plan", PLANS)
 def test_blocks_run_again_in_backward_as_they_ran_first(world2: World, plan: str) -> None:
     expected = trained(None)
     for found in world2.run(trained, {**PLANS[plan], **COMPILED}, timeout=300):

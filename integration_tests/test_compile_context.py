@@ -18,7 +18,6 @@ from vescale_testing import World
 
 from .compiled_training import train_steps
 from .contexts import FAMILIES, VOCABULARY, batch_of, build, rows_of
-from .nightly import nightly_but
 from .plans import CP, DP, EP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 from .training import whole
@@ -119,8 +118,9 @@ def check(
     return reports
 
 
+@pytest.mark.by_day("ring-zero3-recompute")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(PLANS, "ring-zero3-recompute"))
+@pytest.mark.parametrize("plan", PLANS)
 def test_blocks_on_slices_are_compiled(world2: World, plan: str) -> None:
     for report in check(world2, "net", PLANS[plan]):
         for block in report.values():
@@ -132,6 +132,7 @@ def test_blocks_on_slices_are_compiled(world2: World, plan: str) -> None:
             assert "attention is to what other ranks have of the sequence" in why
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_sequence_that_is_too_short_to_be_shared_may_come_first(world2: World) -> None:
     check(world2, "net", {CP: 2}, (3, 12, 3, 9))

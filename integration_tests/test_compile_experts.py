@@ -16,7 +16,6 @@ from vescale_testing import World
 from .compiled_training import train_steps
 from .experts import FAMILIES, build, rows_of, tokens
 from .listed_experts import BATCHED, LAYERS, Model
-from .nightly import nightly
 from .plans import DP, EP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 
@@ -72,9 +71,10 @@ def check(world: World, kind: str, constraints: Constraints, *, relative: float 
     assert graphs
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "plan"), [("DeepSeek", "ep"), nightly("AllTokens", "ep-zero3-recompute")]
+    ("kind", "plan"), [("DeepSeek", "ep"), ("AllTokens", "ep-zero3-recompute")]
 )
 def test_blocks_with_experts_are_compiled(world2: World, kind: str, plan: str) -> None:
     check(world2, kind, PLANS[plan])

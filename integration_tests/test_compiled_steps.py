@@ -16,7 +16,6 @@ import vescale
 from vescale_testing import World
 
 from .families import make, tokens
-from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .test_own_compile import blocks_of
 
@@ -163,13 +162,14 @@ def assert_right(world: World, family: str, program: Program, plan: str) -> None
         assert 0 < graphs <= 8
 
 
+@pytest.mark.by_day("evaluated-pp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "plan"),
     [
         (usual, "zero3"),
-        nightly(clipped, "tp"),
-        nightly(hooked, "dp"),
+        (clipped, "tp"),
+        (hooked, "dp"),
         (evaluated, "pp"),
     ],
 )
@@ -179,9 +179,10 @@ def test_a_compiled_step_has_the_losses_of_one_device(
     assert_right(world2, "nanogpt", program, plan)
 
 
+@pytest.mark.by_day("checkpoint-zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "plan"), [("checkpoint", "zero3"), nightly("checkpoint-reentrant", "tp")]
+    ("family", "plan"), [("checkpoint", "zero3"), ("checkpoint-reentrant", "tp")]
 )
 def test_so_it_has_where_blocks_run_again_in_backward(
     world2: World, family: str, plan: str

@@ -59,6 +59,7 @@ def batch() -> Tensor:
     return torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 
 
+@pytest.mark.by_day("pp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{DP: 2, ZERO: 3}, {PP: 2, PARTS: 2}], ids=["zero3", "pp"])
 def test_bits_are_those_of_one_device_whose_blocks_are_compiled(plan: Constraints) -> None:
@@ -72,6 +73,7 @@ class Drops(Reads):
         return super().forward(torch.dropout(x_BF, 0.5, self.training), memory_BF)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_micro_batches_that_draw_are_verified_beside_a_model_that_is_not_compiled() -> None:
     plan = make_plan({PP: 2, PARTS: 2, **COMPILED})
@@ -115,5 +117,6 @@ def freed() -> None:
         assert block() is None
 
 
+@pytest.mark.nightly
 def test_compiled_blocks_are_freed_with_their_model() -> None:
     vescale.emulate(freed, 1)

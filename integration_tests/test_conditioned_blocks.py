@@ -11,7 +11,6 @@ from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, tokens
-from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import compare
 
@@ -83,11 +82,12 @@ def test_gradients_of_what_they_are_told_are_summed_where_sequences_are_sharded(
     assert "blocks.*.<enter:encoder_hidden_states>" not in plan
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "plan",
     [
         {TP: 2, SEQUENCE: True},
-        nightly({TP: 2}),
+        {TP: 2},
         pytest.param(
             {TP: 2, SEQUENCE: True, "compile": "blocks", "compile_backend": "aot_eager"},
             marks=pytest.mark.nightly,

@@ -33,6 +33,7 @@ def test_sequences_and_experts_are_shared_by_the_same_ranks(world2: World) -> No
     check(world2, {CP: 2, EP: 2, ZERO: 3}, "mixtral", length=13, more=BALANCED)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_tokens_of_several_sequences_go_to_experts(world4: World) -> None:
     plan = {CP: 2, DP: 2, EP: 2, ZERO: 3, METHOD: "ring"}

@@ -8,7 +8,6 @@ import pytest
 
 from vescale_testing import World
 
-from .nightly import nightly_but
 from .plans import CP, TP, ZERO, Constraints
 from .test_context_parallel import check
 
@@ -17,12 +16,14 @@ RING: Constraints = {"context_parallel.method": "ring"}
 ONE_KEY: dict[str, Any] = {"more": (("num_key_value_heads", 1),)}
 
 
+@pytest.mark.by_day("llama")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["llama", "gpt2", "qwen3"], "llama"))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
 def test_heads_are_cut_and_then_shared_out(world4: World, family: str) -> None:
     check(world4, {CP: 2, TP: 2}, family, length=13)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_ring_of_cut_layers_and_sharded_parameters(world4: World) -> None:
     check(world4, {CP: 2, TP: 2, ZERO: 3, **RING}, "llama", length=13, **ONE_KEY)

@@ -16,7 +16,6 @@ from vescale_testing import World
 from .contexts import Block, ByHand, batch_of, build, rows_of
 from .experts import adamw
 from .families import InDouble
-from .nightly import nightly
 from .plans import CP, DP, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -98,6 +97,7 @@ def check(world: World, name: str, plan: Constraints, length: int = 13) -> None:
         assert not torch.equal(end, torch.Generator().manual_seed(3).get_state())
 
 
+@pytest.mark.by_day("by_hand-all_to_all", "by_hand-ring")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["all_to_all", "ring"])
 @pytest.mark.parametrize("name", ["gpt2", "bert-eager", "by_hand"])
@@ -105,8 +105,9 @@ def test_blocks_draw_one_devices_masks_on_slices(world2: World, name: str, metho
     check(world2, name, {CP: 2, METHOD: method})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [{TP: 2}, nightly({TP: 2, CP: 2})], ids=str)
+@pytest.mark.parametrize("plan", [{TP: 2}, {TP: 2, CP: 2}], ids=str)
 def test_heads_that_are_dealt_out_draw_their_masks(
     world2: World, world4: World, plan: Constraints
 ) -> None:

@@ -132,6 +132,7 @@ def on_rank_of_family(family: str, constraints: Constraints, habit: str) -> dict
 _HABITS = ("", "num_items_in_batch", "logits_to_keep")
 
 
+@pytest.mark.by_day("llama-num_items_in_batch", "llama-logits_to_keep")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "habit"),
@@ -189,6 +190,7 @@ def test_logits_are_whole_where_they_are_returned(world2: World) -> None:
                 torch.testing.assert_close(x, y, rtol=0, atol=1e-12 * float(y.abs().max()))
 
 
+@pytest.mark.by_day("plan1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "plan", [{CP: 2, DP: 2, ZERO: 3}, {CP: 2, TP: 2}, {CP: 4, METHOD: "ring"}]

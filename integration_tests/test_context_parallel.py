@@ -16,7 +16,6 @@ from vescale_testing import World
 from .contexts import ROWS, batch_of, build, rows_of, train
 from .experts import Trained, adamw
 from .families import InDouble
-from .nightly import nightly_but
 from .plans import CP, DP, TP, ZERO, Constraints, make_plan
 from .test_expert_parallel import compare
 from .training import whole
@@ -40,18 +39,21 @@ def check(world: World, plan: Constraints, family: str, **more: Any) -> None:
     compare(world.run(train, family, plan, *given.values()), expected)
 
 
+@pytest.mark.by_day("gpt2", "by_hand")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gpt2", "gemma3_text", "by_hand"])
 def test_two_ranks_share_the_sequences_of_a_causal_model(world2: World, family: str) -> None:
     check(world2, {CP: 2}, family)
 
 
+@pytest.mark.by_day("llama")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["llama", "gpt2", "mistral"], "llama"))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
 def test_four_ranks_share_sequences_that_they_do_not_divide(world4: World, family: str) -> None:
     check(world4, {CP: 4}, family, length=13)
 
 
+@pytest.mark.by_day("all_to_all")
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["all_to_all", "ring"])
 def test_three_ranks_share_one_row(world3: World, method: str) -> None:
@@ -83,14 +85,16 @@ def test_losses_are_made_outside_of_the_model(world3: World, method: str) -> Non
             torch.testing.assert_close(x, y, rtol=0, atol=1e-12 * max(1.0, float(y.abs().max())))
 
 
+@pytest.mark.by_day("0")
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", nightly_but([0, 1, 2, 3], 0, 3))
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_share_sequences_and_batches_under_every_stage(world4: World, zero: int) -> None:
     check(world4, {CP: 2, DP: 2, ZERO: zero}, "by_hand", length=9)
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", nightly_but([1, 2, 3], 2))
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_ranks_that_share_sequences_share_parameters(world2: World, zero: int) -> None:
     check(world2, {CP: 2, ZERO: zero}, "by_hand", length=9)
 
@@ -252,8 +256,9 @@ def check_dropout(world: World, family: str, plan: Constraints) -> None:
         assert not torch.equal(end, torch.Generator().manual_seed(3).get_state())
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(DROPOUTS, "gpt2"))
+@pytest.mark.parametrize("family", DROPOUTS)
 def test_dropout_before_blocks_is_that_of_one_device(world4: World, family: str) -> None:
     check_dropout(world4, family, {CP: 2, DP: 2, ZERO: 3, "recompute": "full"})
 

@@ -87,6 +87,7 @@ def on_rank_trained(kind: str, plan: Constraints, how: str) -> dict[str, Tensor]
     return {"losses": torch.stack([loss.detach() for loss in losses]), **found}
 
 
+@pytest.mark.by_day("gpt2-by-hooks", "by_hand-reentrant", "by_hand-by-hooks")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["reentrant", "by-hooks"])
 @pytest.mark.parametrize("kind", ["gpt2", "by_hand"])

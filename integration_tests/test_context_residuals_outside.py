@@ -8,7 +8,6 @@ from torch import Tensor
 
 from vescale_testing import World
 
-from .nightly import nightly
 from .plans import CP, DP, PARTS, PP, TP, ZERO, Constraints
 from .residuals_outside import BY_HAND
 from .test_bad_input import check as refused
@@ -22,20 +21,22 @@ def test_two_ranks_train_as_one_device(world2: World, family: str) -> None:
     check(world2, {CP: 2}, family, length=13)
 
 
+@pytest.mark.by_day("flat")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["nested", "flat"])
 def test_three_ranks_of_a_ring_do(world3: World, family: str) -> None:
     check(world3, {CP: 3, METHOD: "ring"}, family, length=13)
 
 
+@pytest.mark.by_day("nested-more0")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "more"),
     [
         ("nested", {TP: 2}),
-        nightly("nested", {DP: 2, ZERO: 3}),
-        nightly("nested, written out", {DP: 2, ZERO: 2}),
-        nightly("flat", {TP: 2}),
+        ("nested", {DP: 2, ZERO: 3}),
+        ("nested, written out", {DP: 2, ZERO: 2}),
+        ("flat", {TP: 2}),
         ("flat", {DP: 2, ZERO: 3}),
         ("flat", {PP: 2, PARTS: 2}),
     ],
@@ -44,15 +45,16 @@ def test_besides_other_axes(world4: World, family: str, more: Constraints) -> No
     check(world4, {CP: 2, **more}, family, length=13)
 
 
+@pytest.mark.by_day("nested-more0")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "more"),
     [
         ("nested", {"recompute": "full"}),
-        nightly("flat", {"recompute": "full"}),
-        nightly("nested, written out", {"recompute": "full"}),
-        nightly("nested", {"recompute": "selective"}),
-        nightly("flat", {"batch.gradient_accumulation": 2}),
+        ("flat", {"recompute": "full"}),
+        ("nested, written out", {"recompute": "full"}),
+        ("nested", {"recompute": "selective"}),
+        ("flat", {"batch.gradient_accumulation": 2}),
     ],
 )
 def test_blocks_within_run_again(world2: World, family: str, more: Constraints) -> None:
@@ -68,6 +70,7 @@ def trained_with_a_warning() -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_does_not_attend_is_compiled(world2: World) -> None:
     expected, _ = trained("nested", None, LENGTHS)

@@ -14,7 +14,6 @@ from vescale_testing import World
 
 from .contexts import Block, ByHand, batch_of, rows_of
 from .families import InDouble
-from .nightly import nightly_but
 from .plans import CP, DP, PARTS, PP, ZERO, Constraints, make_plan
 
 EXPERTS = 4
@@ -114,6 +113,7 @@ def check(world: World, kinds: list[str], plan: Constraints) -> None:
                 torch.testing.assert_close(x, whole, rtol=1e-12, atol=1e-12, msg=kind)
 
 
+@pytest.mark.by_day("mean", "replaced", "loss")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_blocks_write_of_positions_is_that_of_whole_sequences(
@@ -138,8 +138,9 @@ COUNTED = ["added", "new"]
 IN_PARTS = "batch.gradient_accumulation"
 
 
+@pytest.mark.by_day("*'data_parallel.size': 2*-added*")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", nightly_but(COUNTED, "added"))
+@pytest.mark.parametrize("kind", COUNTED)
 @pytest.mark.parametrize("plan", [{CP: 2, IN_PARTS: 2}, {DP: 2, IN_PARTS: 2}], ids=str)
 def test_what_rows_add_to_is_summed_over_micro_batches(
     world2: World, kind: str, plan: Constraints
@@ -153,8 +154,9 @@ def test_what_rows_add_to_is_summed_over_micro_batches_of_stages(world2: World) 
     check(world2, ["added"], {PP: 2, PARTS: 2})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", nightly_but(COUNTED, "added"))
+@pytest.mark.parametrize("kind", COUNTED)
 def test_what_rows_add_to_is_summed_over_data_ranks_of_slices(world4: World, kind: str) -> None:
     check(world4, [kind], {CP: 2, DP: 2, ZERO: 3})
 
@@ -183,6 +185,7 @@ def refused_in_parts(kind: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.by_day("read")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["read", "replaced", "mean"])
 def test_what_is_read_or_replaced_is_not_summed_over_micro_batches(

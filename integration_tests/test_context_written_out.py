@@ -16,7 +16,6 @@ from .contexts import Block, ByHand, batch_of, build
 from .experts import adamw
 from .families import InDouble
 from .matrix import verified
-from .nightly import nightly, nightly_but
 from .plans import CP, DP, PP, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as refused
 from .test_compile_context import check as check_compiled
@@ -42,35 +41,39 @@ def same(x: Tensor, alone: Tensor) -> None:
     torch.testing.assert_close(x, alone, rtol=0, atol=1e-12 * float(alone.abs().max()))
 
 
+@pytest.mark.by_day("with_buffer", "dropping", "by_einsum", "of_kernels")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*BY_HAND])
 def test_models_by_hand_train_as_on_one_device(world2: World, family: str) -> None:
     check_any(world2, {CP: 2}, family)
 
 
+@pytest.mark.by_day("mpt", "deberta-v2")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EAGER)
 def test_families_that_write_attention_out(world2: World, family: str) -> None:
     check_any(world2, {CP: 2}, family, "padded")
 
 
+@pytest.mark.by_day("bart")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["t5", "bart", "translator"], "bart"))
+@pytest.mark.parametrize("family", ["t5", "bart", "translator"])
 def test_decoders_read_what_encoders_return(world4: World, family: str) -> None:
     check_any(world4, {CP: 4}, family)
     check(world4, {CP: 4}, family, length=13)  # both sequences are of one length by chance
 
 
+@pytest.mark.by_day("dropping-more6")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "more"),
     [
         ("with_buffer", {DP: 2, ZERO: 3}),
-        nightly("bloom", {DP: 2, ZERO: 2}),
-        nightly("gptj", {TP: 2}),
+        ("bloom", {DP: 2, ZERO: 2}),
+        ("gptj", {TP: 2}),
         ("with_buffer", {TP: 2}),
-        nightly("t5", {DP: 2, ZERO: 3}),
-        nightly("bart", {TP: 2}),
+        ("t5", {DP: 2, ZERO: 3}),
+        ("bart", {TP: 2}),
         ("dropping", {PP: 2}),
         ("encoder", {DP: 2, "recompute": "full"}),
     ],
@@ -79,6 +82,7 @@ def test_besides_other_axes(world4: World, family: str, more: Constraints) -> No
     check_any(world4, {CP: 2, **more}, family)
 
 
+@pytest.mark.by_day("with_buffer", "dropping", "bloom")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["with_buffer", "dropping", "bloom", "bart"])
 def test_slices_of_a_ring(world2: World, family: str) -> None:
@@ -89,14 +93,15 @@ DEEP = (("num_hidden_layers", 6), ("vocab_size", 140_000))
 DROPPING = (("n_layer", 6), ("vocab_size", 140_000), ("resid_pdrop", 0.1), ("attn_pdrop", 0.1))
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "more"),
     [
         ("llama", DEEP),
-        nightly("bloom", DEEP),
-        nightly("gpt2", DROPPING),
-        nightly("qwen3_moe", DEEP),
+        ("bloom", DEEP),
+        ("gpt2", DROPPING),
+        ("qwen3_moe", DEEP),
     ],
 )
 def test_models_of_more_blocks_than_are_compared(world2: World, family: str, more: Any) -> None:
@@ -190,6 +195,7 @@ def on_rank_in_bfloat16(family: str, plan: Constraints) -> list[Tensor]:
     return [loss.detach().double(), *(whole(p.grad).double() for p in model.parameters())]
 
 
+@pytest.mark.by_day("with_buffer", "rotating", "bloom")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["with_buffer", "rotating", "bloom", "t5"])
 def test_autocast_is_as_near_to_exact_as_on_one_device(world2: World, family: str) -> None:
@@ -235,8 +241,9 @@ def test_evaluation_is_that_of_one_device(world2: World, family: str) -> None:
             same(x, alone)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["with_buffer", "of_torch", "t5"], "with_buffer"))
+@pytest.mark.parametrize("family", ["with_buffer", "of_torch", "t5"])
 def test_blocks_are_compiled_around_attention(world2: World, family: str) -> None:
     check_compiled(world2, family, {CP: 2}, (13, 9, 12))
 
@@ -252,8 +259,9 @@ def on_rank_generated(family: str, plan: Constraints) -> list[Tensor]:
         return [model.generate(ids, **options), model.generate(ids, num_beams=2, **options)]
 
 
+@pytest.mark.by_day("bloom")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["t5", "bart", "bloom"], "bloom"))
+@pytest.mark.parametrize("family", ["t5", "bart", "bloom"])
 def test_ranks_generate_what_one_device_does(world2: World, family: str) -> None:
     expected = on_rank_generated(family, {})
     for found in world2.run(on_rank_generated, family, {CP: 2}):

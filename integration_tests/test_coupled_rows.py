@@ -67,6 +67,23 @@ def of_loss(name: str, rows: int) -> Trial:
     return Trial(build=partial(Net, name), batches=partial(coupled_losses.batches, rows))
 
 
+@pytest.mark.by_day(
+    "decided_by_each-zero2",
+    "ignored_elsewhere-dp-3-rows",
+    "mean_of_row_means-dp-3-rows",
+    "smoothed-zero1",
+    "class_weights-dp",
+    "ppo-tp",
+    "entropy_of_mean-dp-3-rows",
+    "balanced_load-zero3",
+    "scaled_by_largest-zero1",
+    "centred-dp",
+    "spread_as_feature-zero2",
+    "mixed_up-dp-3-rows",
+    "mean-zero2",
+    "tasks-dp-3-rows",
+    "ctc-dp",
+)
 @pytest.mark.parametrize(("name", "plan"), cases(LOSSES))
 def test_a_loss_over_the_batch_is_one_devices(
     worlds: dict[int, World], name: str, plan: str
@@ -90,6 +107,20 @@ def of_model(name: str, rows: int) -> Trial:
     )
 
 
+@pytest.mark.by_day(
+    "batch_norm_plain-zero1",
+    "batch_norm_frozen-zero2",
+    "batch_norm_function-dp-3-rows",
+    "running_mean-zero3",
+    "sync_batch_norm-zero1",
+    "group_norm-dp",
+    "time_first-zero3",
+    "lstm-zero1",
+    "gru_rows_first-zero2",
+    "folded-zero3",
+    "folded_dropout_rows_outer-zero1",
+    "folded_dropout_time_outer-dp",
+)
 @pytest.mark.parametrize(("name", "plan"), cases(MODELS))
 def test_a_layer_over_the_batch_is_one_devices(
     worlds: dict[int, World], name: str, plan: str

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import vescale
 from vescale_testing import World
 
-from .nightly import nightly
 from .plans import SEQUENCE, TP
 from .test_tensor_parallel import check
 
@@ -110,6 +109,7 @@ def test_a_sum_of_gradients_that_the_plan_names_is_one_device_s(world2: World) -
     assert found == [pytest.approx(model.scale.grad.item(), rel=1e-5)] * 2
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", nightly("t5")])
+@pytest.mark.by_day("bert")
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5"])
 def test_plans_that_were_found_name_all_that_is_moved(world2: World, family: str) -> None:
     check(world2, family, "sdpa", {TP: 2, SEQUENCE: True, COMMUNICATION: "declared"})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from vescale_testing import World
 
 from . import habits_of_derivatives as habits
-from .nightly import in_turns
 from .plans import DP, TP, ZERO, Constraints
 from .programs import Program, both, right
 from .test_bad_input import check
@@ -27,14 +28,18 @@ OTHERS: list[Program] = [
 ]  # fmt: skip
 
 
+@pytest.mark.by_day("residual_alone-dp", "residual_alone-zero3", "residual_beside_border-zero2")
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "plan"), in_turns(RIGHT, PLANS))
+@pytest.mark.parametrize(("program", "plan"), [*product(RIGHT, PLANS)])
 def test_a_loss_of_derivatives_gives_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:
     right(world2, program, PLANS[plan])
 
 
+@pytest.mark.by_day(
+    "residual_asked", "penalty_on_a_loss", "residual_within", "residual_within_of_inputs"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("program", OTHERS)
 def test_other_losses_of_derivatives_do_on_sharded_parameters(
@@ -51,6 +56,7 @@ OF_ALL_ROWS: list[Program] = [
 ]  # fmt: skip
 
 
+@pytest.mark.by_day("forces_of_some", "attacked_by_coupled_loss")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", OF_ALL_ROWS)
 def test_derivatives_go_through_the_rows_of_all_ranks(world2: World, program: Program) -> None:

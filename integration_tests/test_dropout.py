@@ -19,7 +19,6 @@ from . import coupled_layers, masked_models
 from .families import InDouble
 from .judge import Trial, judge
 from .models import ReturnsLoss, batches
-from .nightly import nightly
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -270,6 +269,7 @@ def marked(case: tuple[int, str, str]) -> Any:
     return pytest.param(*case, marks=marks)
 
 
+@pytest.mark.by_day("2-tp-recompute-hand_written")
 @pytest.mark.parametrize(("ranks", "plan", "name"), [marked(case) for case in EVERYTHING])
 def test_ranks_draw_what_one_device_draws(
     world2: World, world4: World, ranks: int, plan: str, name: str
@@ -277,8 +277,9 @@ def test_ranks_draw_what_one_device_draws(
     check({2: world2, 4: world4}[ranks], name, PLANS[ranks][plan])
 
 
+@pytest.mark.by_day("zero3")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [nightly("tp"), "zero3"])
+@pytest.mark.parametrize("plan", ["tp", "zero3"])
 def test_an_encoder_and_a_decoder_draw_what_one_device_draws(world2: World, plan: str) -> None:
     # No blocks that run again: the cast of its norms to float32 is not turned off in backward.
     check(world2, "t5", TWO[plan])
@@ -297,6 +298,7 @@ NO_EXAMPLE: list[tuple[str, int, int, Constraints]] = [
 ]
 
 
+@pytest.mark.by_day("time_first_dropout-2-10-plan0", "folded_dropout_time_outer-2-10-plan1")
 @pytest.mark.parametrize(
     ("name", "ranks", "rows", "plan"),
     [
@@ -334,6 +336,7 @@ def test_layers_in_a_closure_draw_what_one_device_draws(world2: World) -> None:
         assert found == pytest.approx(expected, rel=1e-12, abs=0)
 
 
+@pytest.mark.by_day("IsGivenItsMask-tp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "plan"),

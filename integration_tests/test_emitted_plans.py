@@ -68,6 +68,7 @@ def assert_accepted(family: str, world_size: int) -> None:
             assert parallelize(ParallelPlan.from_json(plan.to_json()), model) is model
 
 
+@pytest.mark.by_day("two_key_value_heads-3")
 @pytest.mark.parametrize(("family", "world_size"), FEW)
 def test_plans_are_accepted_as_they_are(family: str, world_size: int) -> None:
     assert_accepted(family, world_size)
@@ -151,6 +152,7 @@ def deep_on_rank(family: str, plan: str) -> tuple[Any, dict[str, Any]]:
     return loss_and_gradients(parallelize(ParallelPlan.from_json(plan), model), batch)
 
 
+@pytest.mark.by_day("llama-pipeline_parallel.size")
 @pytest.mark.parametrize(
     ("family", "axis"),
     [

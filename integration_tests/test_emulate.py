@@ -20,7 +20,6 @@ from vescale_parallel import with_constraints
 from vescale_testing import World
 
 from .models import ReturnsLoss, build
-from .nightly import nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .training import ROWS, samples, whole
 
@@ -103,8 +102,9 @@ def assert_same(ours: list[Trained], theirs: list[Trained]) -> None:
                 assert torch.equal(found[fqn], tensor), fqn
 
 
+@pytest.mark.by_day("zero3")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(PLANS, "zero3"))
+@pytest.mark.parametrize("plan", PLANS)
 def test_emulated_ranks_train_as_processes_do(world2: World, world4: World, plan: str) -> None:
     name, constraints = PLANS[plan]
     size = with_constraints(vescale.ParallelPlan(), constraints).world_size

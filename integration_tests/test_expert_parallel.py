@@ -12,7 +12,6 @@ import torch
 from vescale_testing import World
 
 from .experts import FAMILIES, Trained, train
-from .nightly import nightly, nightly_but
 from .plans import DP, EP, PARTS, PP, ZERO, Constraints
 
 # Of sums in float64 that are added in another order; the contract of this repository is 1e-12.
@@ -70,30 +69,31 @@ def compare(trained: list[Trained], expected: Trained) -> None:
 OTHERS = [family for family in FAMILIES if family != "mixtral"]
 
 
+@pytest.mark.by_day("grouped_mm")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "implementation", nightly_but(["eager", "batched_mm", "grouped_mm"], "eager", "grouped_mm")
-)
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 def test_two_ranks_share_the_experts_of_mixtral(world2: World, implementation: str) -> None:
     check(world2, {DP: 2, EP: 2}, "mixtral", implementation)
 
 
+@pytest.mark.by_day("grouped_mm-glm4_moe")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
-@pytest.mark.parametrize("implementation", nightly_but(["eager", "grouped_mm"], "grouped_mm"))
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 def test_two_ranks_share_the_experts_of_a_family(
     world2: World, family: str, implementation: str
 ) -> None:
     check(world2, {DP: 2, EP: 2}, family, implementation)
 
 
+@pytest.mark.by_day("qwen3_moe-eager")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "implementation"),
     [
         ("qwen3_moe", "eager"),
-        nightly("qwen3_moe", "grouped_mm"),
-        nightly("gpt_oss", "eager"),
+        ("qwen3_moe", "grouped_mm"),
+        ("gpt_oss", "eager"),
         ("gpt_oss", "grouped_mm"),
     ],
 )
@@ -103,22 +103,23 @@ def test_experts_and_ranks_without_a_token_have_gradients_of_zero(
     check(world2, {DP: 2, EP: 2}, family, implementation, skewed=True)
 
 
+@pytest.mark.by_day("4-1")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("size", "zero"), nightly_but(itertools.product([2, 4], [0, 1, 2, 3]), (2, 3), (4, 1))
-)
+@pytest.mark.parametrize(("size", "zero"), [*itertools.product([2, 4], [0, 1, 2, 3])])
 def test_four_ranks_share_experts_under_every_stage(world4: World, size: int, zero: int) -> None:
     check(world4, {DP: 4, EP: size, ZERO: zero}, "qwen2_moe", skewed=True)
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", nightly_but([1, 2, 3], 2))
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_two_ranks_share_experts_under_every_stage(world2: World, zero: int) -> None:
     check(world2, {DP: 2, EP: 2, ZERO: zero}, "gpt_oss", "grouped_mm", skewed=True)
 
 
+@pytest.mark.by_day("mixtral")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["mixtral", "qwen3_moe"], "mixtral"))
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_balancing_losses_are_those_of_the_global_batch(world2: World, family: str) -> None:
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
     # All of the batch at once: such a loss is not a mean over micro-batches.
@@ -126,13 +127,15 @@ def test_balancing_losses_are_those_of_the_global_batch(world2: World, family: s
     compare(world2.run(train, family, "eager", {DP: 2, EP: 2}, 2, 3, balanced), whole)
 
 
+@pytest.mark.by_day("qwen2_moe")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["mixtral", "qwen2_moe"], "qwen2_moe"))
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_stages_of_a_pipeline_have_experts_that_ranks_share(world4: World, family: str) -> None:
     plan = {DP: 2, EP: 2, PP: 2, PARTS: 2}
     check(world4, plan, family, "batched_mm", parts=4)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_accumulation_in_the_loop_and_inside_of_calls_is_one_devices(world2: World) -> None:
     check(world2, {DP: 2, EP: 2}, "olmoe", parts=4)

@@ -17,7 +17,6 @@ from vescale_testing import World
 
 from .experts import AllInDouble, build, rows_of, tokens
 from .listed_experts import LAYERS, Model
-from .nightly import nightly
 from .plans import DP, EP, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -117,16 +116,17 @@ def check(world: World, kind: str, family: str, plan: Constraints, **more: Any) 
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-10, msg=name)
 
 
+@pytest.mark.by_day("no_experts-Slots-3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "family", "zero"),
     [
-        nightly("no_experts", "mixtral", 0),
+        ("no_experts", "mixtral", 0),
         ("no_experts", "Slots", 3),
         ("some_of_each", "mixtral", 3),
-        nightly("some_of_each", "Slots", 0),
-        nightly("experts", "OldMixtral", 1),
-        nightly("head", "Slots", 0),
+        ("some_of_each", "Slots", 0),
+        ("experts", "OldMixtral", 1),
+        ("head", "Slots", 0),
     ],
 )
 def test_frozen_parts_stay_and_the_others_train_as_on_one_device(
@@ -135,6 +135,7 @@ def test_frozen_parts_stay_and_the_others_train_as_on_one_device(
     check(world2, kind, family, {DP: 2, EP: 2, ZERO: zero})
 
 
+@pytest.mark.by_day("mixtral-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "more"), [("Slots", {}), ("mixtral", {"num_local_experts": 6})], ids=str
@@ -144,15 +145,16 @@ def test_three_ranks_share_experts(world3: World, family: str, more: dict[str, A
     check(world3, "all", family, {DP: 3, EP: 3, ZERO: 2}, **more)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "family", "plan"),
     [
-        nightly("lora", "mixtral", {EP: 2, ZERO: 3}),
+        ("lora", "mixtral", {EP: 2, ZERO: 3}),
         ("lora_of_lists", "DeepSeek", {EP: 2}),
-        nightly("lora_of_stacks", "qwen3_moe", {EP: 2, ZERO: 3}),
+        ("lora_of_stacks", "qwen3_moe", {EP: 2, ZERO: 3}),
         ("lora_of_all", "mixtral", {EP: 2, **RECOMPUTE}),
-        nightly("lora_of_stacks", "qwen3_moe", RECOMPUTE),
+        ("lora_of_stacks", "qwen3_moe", RECOMPUTE),
     ],
     ids=str,
 )

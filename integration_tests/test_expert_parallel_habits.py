@@ -124,6 +124,7 @@ def losses(constraints: Constraints, dtype: torch.dtype) -> list[float]:
     return made
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_grouped_products_train_in_float32_and_bfloat16(world2: World) -> None:
     whole = world2.run(losses, {DP: 2}, torch.float32)[0]
@@ -206,6 +207,7 @@ def loads(constraints: Constraints, steps: int) -> tuple[list[list[int]], Tensor
     return told, torch.stack(own)
 
 
+@pytest.mark.by_day("more0")
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"recompute": "full", ZERO: 2}])
 def test_the_load_is_that_of_all_ranks_in_the_last_step(world2: World, more: Constraints) -> None:
@@ -330,6 +332,7 @@ def balanced(constraints: Constraints | None, rows: Tensor) -> list[Tensor]:
     return [loss.detach(), *(whole(p.grad).clone() for p in model.parameters())]
 
 
+@pytest.mark.by_day("plan2")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{EP: 2}, {EP: 4, ZERO: 2}, {EP: 2, ZERO: 3}])
 def test_stacked_experts_get_each_row_once_where_a_block_keeps_a_loss_of_all_rows(

@@ -15,7 +15,6 @@ from vescale_testing import World
 
 from .experts import FAMILIES, AllInDouble, adamw, build, rows_of, tokens
 from .listed_experts import Model
-from .nightly import nightly, nightly_but
 from .plans import DP, EP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .test_bad_input import check as check_refusal
 from .test_expert_parallel import check
@@ -25,18 +24,19 @@ from .training import whole
 BOTH: Constraints = {DP: 2, EP: 2, TP: 2}
 
 
+@pytest.mark.by_day("qwen3_moe-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sequence"),
     [
-        nightly("mixtral", False),
-        nightly("gpt_oss", False),
+        ("mixtral", False),
+        ("gpt_oss", False),
         ("qwen3_moe", True),
-        nightly("deepseek_v3", False),
-        nightly("mixtral", True),
-        nightly("qwen3_moe", False),
-        nightly("gpt_oss", True),
-        nightly("deepseek_v3", True),
+        ("deepseek_v3", False),
+        ("mixtral", True),
+        ("qwen3_moe", False),
+        ("gpt_oss", True),
+        ("deepseek_v3", True),
     ],
 )
 def test_experts_are_shared_where_attention_is_cut(
@@ -45,8 +45,9 @@ def test_experts_are_shared_where_attention_is_cut(
     check(world4, {**BOTH, SEQUENCE: sequence}, family, "batched_mm")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", [*(nightly(stage) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 def test_experts_are_shared_and_cut_under_every_stage(world4: World, zero: int) -> None:
     check(world4, {**BOTH, ZERO: zero}, "mixtral", "batched_mm", skewed=True)
 
@@ -72,6 +73,7 @@ def in_float32(constraints: Constraints | None, family: str) -> tuple[Any, set[s
     return made, {str(tuple(getattr(p, "placements", ()))) for p in experts}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_experts_that_ranks_share_are_cut_as_well(world4: World) -> None:
     expected, _ = in_float32(None, "mixtral")
@@ -99,6 +101,7 @@ def test_every_tensor_parallel_rank_sends_all_tokens(world2: World, world4: Worl
     assert sum(each for each, _ in both) == 2 * sum(each for each, _ in alone)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_checkpoints_of_both_fit_either(world2: World, world4: World, tmp_path: Any) -> None:
     path = str(tmp_path / "checkpoint")
@@ -119,8 +122,9 @@ def test_lists_of_experts_are_refused_under_tensor_parallelism(world4: World) ->
     check_refusal(world4, ValueError, message, list_under_both)
 
 
+@pytest.mark.by_day("mixtral")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(FAMILIES, "mixtral", "deepseek_v3"))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_experts_of_every_family_are_cut_beside_a_cut_sequence(family: str) -> None:
     model = build(family, "batched_mm")
     plan = propose_sharding(model, "auto", 2, sequence=True, example_batch=tokens(0)).plan
@@ -133,8 +137,9 @@ def test_experts_of_every_family_are_cut_beside_a_cut_sequence(family: str) -> N
     assert stacks <= plan.keys()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_moe", nightly("deepseek_v3")])
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
 def test_routed_and_shared_experts_leave_together(world2: World, family: str) -> None:
     check(world2, {DP: 1, TP: 2, SEQUENCE: True}, family, "batched_mm")
 

@@ -28,6 +28,7 @@ def explained(family: str, constraints: Constraints) -> ParallelExplanation:
 WHOLE = ("norm", "Norm", "ln_", "position_embeddings", "token_type_embeddings", "wpe", "LayerNorm")
 
 
+@pytest.mark.by_day("bert")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "bert"])
 def test_all_layers_run_erased_or_localised(world2: World, family: str) -> None:

@@ -235,6 +235,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_day("dp-between-1", "zero3-dataset-1", "tp-dataset--1")
 @pytest.mark.parametrize(("layout", "place", "step"), CASES)
 def test_an_exception_on_one_rank_ends_all_ranks_with_its_text(
     request: pytest.FixtureRequest,
@@ -257,6 +258,7 @@ LEAVES = {
 }
 
 
+@pytest.mark.by_day("early")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", LEAVES)
 def test_a_rank_that_left_is_told_of_by_those_that_waited(
@@ -293,6 +295,7 @@ def stop_early(directory: str, constraints: Constraints, num_steps: int) -> None
     os._exit(0)
 
 
+@pytest.mark.by_day("dp", "zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp", "zero3", "pp"])
 def test_a_loop_that_ends_early_on_one_rank_ends_all_with_its_name(

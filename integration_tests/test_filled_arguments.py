@@ -96,6 +96,7 @@ def of_kind(run: Run) -> None:
     run.train(OfKind[int]())
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.parametrize("plan", [{DP: 2, ZERO: 3}, TWO_STAGES, ZBV])
 def test_a_forward_may_put_what_it_computes_into_its_argument(
     world2: World, plan: Constraints
@@ -107,6 +108,7 @@ def test_rows_may_meet_in_a_forward_that_puts_more_into_its_argument(world2: Wor
     right(world2, contrasting, {DP: 2})
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, "recompute": "full"}])
 def test_rows_that_meet_in_one_form_of_call_do_not_in_another(
     world2: World, plan: Constraints

@@ -17,6 +17,16 @@ RIGHT: list[Program] = [
 RIGHT_BUT_SHARDED: list[Program] = [habits.block_of_less, habits.itself_of_less]
 
 
+@pytest.mark.by_day(
+    "block_as_it_is-dp",
+    "block_as_it_is-pp",
+    "head_of_more-tp",
+    "head_of_more-pp",
+    "itself-dp",
+    "itself-zero3",
+    "itself-pp",
+    "itself_as_it_is-dp",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("program", RIGHT)
@@ -26,6 +36,7 @@ def test_a_functional_call_gives_the_numbers_of_one_device(
     right(world2, program, PLANS[plan])
 
 
+@pytest.mark.by_day("block_of_less-dp", "block_of_less-tp", "itself_of_less-tp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp", "tp"])
 @pytest.mark.parametrize("program", RIGHT_BUT_SHARDED)
@@ -48,6 +59,12 @@ def test_a_block_computes_with_weights_that_another_module_made(world2: World, p
     right(world2, habits.made_by_another, PLANS[plan])
 
 
+@pytest.mark.by_day(
+    "assigned_in_forward-tp",
+    "with_other_values-dp",
+    "with_other_values-zero3",
+    "with_other_values-tp",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp", "zero3", "tp"])
 @pytest.mark.parametrize("program", [habits.assigned_in_forward, habits.with_other_values])

@@ -17,7 +17,6 @@ from vescale_testing import World
 
 from .families import tokens
 from .invariant_bits import VOCABULARY, compare_sizes, said_of
-from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import compare
 from .test_bad_input import check as check_refusal
@@ -199,6 +198,9 @@ def proposed(name: str, size: int = 2, **options: Any) -> dict[str, str]:
     return dict(propose_sharding(model, "auto", size, example_batch=tokens(), **options).plan)
 
 
+@pytest.mark.by_day(
+    "grouped-False", "equal-False", "fused-True", "apart-False", "one_key_head-False"
+)
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", PACKED)
 def test_each_of_their_parts_is_sharded(name: str, sequence: bool) -> None:
@@ -240,6 +242,7 @@ REST: list[tuple[str, Constraints]] = [
 ]
 
 
+@pytest.mark.by_day("fused-*", "apart-*")
 @pytest.mark.parametrize(("name", "plan"), CI, ids=str)
 def test_two_ranks_have_the_losses_and_gradients_of_one(
     world2: World, name: str, plan: Constraints
@@ -255,6 +258,9 @@ def test_two_ranks_have_them_under_other_plans(
     compare(world2, build, name, plan)
 
 
+@pytest.mark.by_day(
+    "fused-{'tensor_parallel.size': 2, 'data_parallel.size': 2, 'data_parallel.zero_stage': 3}*"
+)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -262,7 +268,7 @@ def test_two_ranks_have_them_under_other_plans(
         ("fused", {TP: 2, DP: 2, ZERO: 3}),
         ("equal", {TP: 4, SEQUENCE: True}),
         *(
-            nightly(name, plan)
+            (name, plan)
             for name in KINDS
             for plan in (
                 {TP: 4},
@@ -289,6 +295,7 @@ def graphs_and_breaks(name: str) -> list[tuple[int, tuple[str, ...]]]:
     return [(block.num_graphs, block.breaks) for block in compile_report(model).values()]
 
 
+@pytest.mark.nightly
 def test_compiled_blocks_have_one_graph(world2: World) -> None:
     for found in world2.run(graphs_and_breaks, "single"):
         assert found == [(1, ())] * 2
@@ -397,13 +404,14 @@ def test_parts_that_are_not_those_of_the_code_are_refused(
     check_refusal(world2, ValueError, message, partial(by_hand, **said), name)
 
 
+@pytest.mark.by_day("fused-False", "single-True")
 @pytest.mark.parametrize(
     ("name", "sequence"),
     [
         ("fused", False),
         ("single", True),
         *(
-            nightly(name, sequence)
+            (name, sequence)
             for name in PACKED
             for sequence in (False, True)
             if name != "one_key_head"

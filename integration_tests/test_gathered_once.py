@@ -93,6 +93,7 @@ def gathers_of_two_steps(stage: int, half: dict[str, str]) -> list[int]:
     return [*found, _gathers(model, rows)]
 
 
+@pytest.mark.by_day("1-bfloat16", "2-", "2-bfloat16")
 @pytest.mark.parametrize("half", [{}, HALF], ids=["", "bfloat16"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_evaluation_and_accumulation_gather_once_after_a_step(
@@ -207,6 +208,7 @@ def gathers_after_changes(stage: int, half: dict[str, str]) -> dict[str, list[in
     return found
 
 
+@pytest.mark.by_day("0-half0", "2-half3")
 @pytest.mark.parametrize(
     ("stage", "half"), [(0, {}), (0, HALF), (1, HALF), (2, {}), (3, {}), (3, HALF)]
 )

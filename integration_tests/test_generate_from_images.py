@@ -53,6 +53,7 @@ def same_as_one_device(world2: World, plan: str, beams: int, images: int) -> Non
         assert all(torch.equal(each, expected) for each in ranks)
 
 
+@pytest.mark.by_day("1-zero2")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("beams", [1, 2])
@@ -60,11 +61,13 @@ def test_images_are_given_to_the_first_call(world2: World, plan: str, beams: int
     same_as_one_device(world2, plan, beams, images=1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_rows_have_several_images(world2: World) -> None:
     same_as_one_device(world2, "zero3", beams=1, images=2)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_beams_with_several_images_a_row_encode_them_outside_of_calls(world2: World) -> None:
     same_as_one_device(world2, "tp", beams=2, images=2)

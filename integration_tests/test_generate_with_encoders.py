@@ -41,6 +41,7 @@ def generated(family: str, constraints: Constraints | None) -> Tensor:
         return model.generate(ids, **options)
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{DP: 2, ZERO: 3}, {TP: 2}])
 def test_a_model_with_an_encoder_generates_under_every_plan(
@@ -99,6 +100,7 @@ def _moonshine() -> nn.Module:
     return model
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{DP: 2, ZERO: 3}, {TP: 2}])
 def test_what_an_encoder_returns_besides_is_given_to_the_decoder(

@@ -30,6 +30,7 @@ def generated(constraints: Constraints | None) -> Tensor:
     return model.generate(ids, **options)
 
 
+@pytest.mark.by_day("plan0", "plan1")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, ZERO: 3}, {DP: 2, EP: 2}])
 def test_a_mixture_of_experts_generates_as_on_one_device(world2: World, plan: Constraints) -> None:

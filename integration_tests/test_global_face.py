@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches, build
-from .nightly import in_turns, nightly_but
 from .plans import DP, FOUR, ONE, PARTS, PP, TP, TWO, Constraints, make_plan
 from .training import whole
 
@@ -65,9 +65,7 @@ def worlds(world1: World, world2: World, world4: World) -> dict[int, World]:
 
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
-every_model = pytest.mark.parametrize(
-    "name", nightly_but(["llama", "gpt2", "hand_written"], "gpt2")
-)
+every_model = pytest.mark.parametrize("name", ["llama", "gpt2", "hand_written"])
 
 
 def on_every_rank(
@@ -99,6 +97,7 @@ def shapes(constraints: Constraints, name: str) -> None:
     assert dict(model.named_buffers()).keys() == dict(expected.named_buffers()).keys()
 
 
+@pytest.mark.by_day("gpt2-nothing", "gpt2-dp", "gpt2-zero3", "gpt2-tp", "gpt2-pp", "gpt2-pp-zero1")
 @pytest.mark.slow
 @every_kind
 @every_model
@@ -122,6 +121,16 @@ def construction(constraints: Constraints, name: str, how: str) -> None:
     assert_same_bits(model, construct(name))
 
 
+@pytest.mark.by_day(
+    "eager-gpt2-nothing",
+    "eager-gpt2-dp",
+    "eager-gpt2-zero3",
+    "eager-gpt2-tp",
+    "eager-gpt2-pp",
+    "eager-gpt2-pp-zero1",
+    "deferred-gpt2-nothing",
+    "deferred-gpt2-tp",
+)
 @pytest.mark.slow
 @every_kind
 @every_model
@@ -142,6 +151,7 @@ def load_full(constraints: Constraints, name: str) -> None:
     assert_same_bits(model, expected)
 
 
+@pytest.mark.by_day("gpt2-nothing", "gpt2-dp", "gpt2-zero3", "gpt2-tp", "gpt2-pp", "gpt2-pp-zero1")
 @pytest.mark.slow
 @every_kind
 @every_model
@@ -157,6 +167,9 @@ def ties(constraints: Constraints, how: str) -> None:
     assert model.get_buffer("noise") is model.get_buffer("shared")
 
 
+@pytest.mark.by_day(
+    "eager-nothing", "eager-zero3", "deferred-nothing", "deferred-dp", "deferred-tp", "deferred-pp"
+)
 @pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize("how", CONSTRUCTORS)
@@ -173,6 +186,7 @@ def attributes(constraints: Constraints) -> None:
         assert getattr(parameter, NOTE) == (fqn, parameter.dim() < 2)
 
 
+@pytest.mark.by_day("nothing", "dp", "zero3", "tp", "pp", "pp-zero1")
 @pytest.mark.slow
 @every_kind
 def test_attributes_of_parameters_survive(worlds: dict[int, World], kind: str) -> None:
@@ -208,6 +222,7 @@ def count_calls(constraints: Constraints) -> Counter[str]:
     return calls
 
 
+@pytest.mark.by_day("nothing", "zero3", "pp")
 @pytest.mark.slow
 @every_kind
 def test_forward_hooks_fire_where_the_module_runs(worlds: dict[int, World], kind: str) -> None:
@@ -254,8 +269,9 @@ def gradients(constraints: Constraints, when: str) -> None:
         assert torch.equal(whole(grad), 2 * reduced)
 
 
+@pytest.mark.by_day("nothing-before", "dp-after", "zero3-before")
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "when"), in_turns(KINDS, ["before", "after"]))
+@pytest.mark.parametrize(("kind", "when"), [*product(KINDS, ["before", "after"])])
 def test_a_hook_of_a_parameter_gets_the_reduced_gradient_once(
     worlds: dict[int, World], kind: str, when: str
 ) -> None:
@@ -277,6 +293,7 @@ def groups(constraints: Constraints) -> None:
     assert sorted((p.dim(), p.numel()) for p in held) == sorted(expected)
 
 
+@pytest.mark.by_day("nothing", "dp", "zero3", "tp", "pp", "tp-zero3", "pp-zero1")
 @pytest.mark.slow
 @every_kind
 def test_an_optimizer_holds_every_parameter_on_every_rank(

@@ -15,7 +15,6 @@ import vescale
 from vescale_testing import World
 
 from .families import make
-from .nightly import nightly
 from .plans import CP, DP, EP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 
 PLANS: dict[str, Constraints] = {
@@ -63,9 +62,10 @@ ALWAYS = [*(("tp", how) for how in HOW), ("tp-sequence", "own"), ("zero3", "full
 OTHERS = [(plan, how) for plan in PLANS for how in HOW if (plan, how) not in ALWAYS]
 
 
+@pytest.mark.by_day("zero3-full")
 @pytest.mark.parametrize(
     ("plan", "how"),
-    [*ALWAYS, *(nightly(*each) for each in OTHERS)],
+    [*ALWAYS, *OTHERS],
 )
 def test_no_graph_outlives_a_step(world2: World, plan: str, how: str) -> None:
     found = world2.run(left, "llama", PLANS[plan], how, 2)

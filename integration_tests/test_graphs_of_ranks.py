@@ -140,6 +140,15 @@ def nodes_of_an_object(run: Run) -> None:
     train(run, OfObject(of_nodes=True), [3, 6, 4, 7], of_nodes=True)
 
 
+@pytest.mark.by_day(
+    "0-equally_large",
+    "0-an_object",
+    "0-nodes_of_an_object",
+    "3-tensors",
+    "3-equally_large",
+    "3-an_object",
+    "3-nodes_of_an_object",
+)
 @pytest.mark.parametrize("program", [tensors, equally_large, an_object, nodes_of_an_object])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_every_rank_has_graphs_of_its_own(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,7 +17,6 @@ from . import (
     habits_of_models as models,
     habits_of_optimizers as optimizers,
 )
-from .nightly import in_turns
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .programs import Program, assert_right, both, right
 from .test_bad_input import check
@@ -81,17 +82,50 @@ REFUSED_ON_ROWS: dict[str, tuple[Program, str]] = {
 }
 
 
+@pytest.mark.by_day(
+    "by_hand_sgd-dp",
+    "by_hand_fused-tp",
+    "other_model-pp",
+    "frozen_parts-dp",
+    "frozen_later-zero3",
+    "unfrozen_later-tp",
+    "model_zero_grad-dp",
+    "scheduler_after-dp",
+    "accumulate_hooks-tp",
+    "retained-dp",
+    "not_differentiated-tp",
+    "accumulated-dp",
+    "evaluated-zero3",
+    "no_backward-tp",
+    "ddp_after-pp",
+    "moved-tp",
+    "clipped_by_a_hook-dp",
+    "unfrozen_in_steps-zero3",
+    "scheduled_by_two-tp",
+    "averaged_by_torch-pp",
+    "backward_to_some_then_all-dp",
+    "written_in_place-dp",
+)
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "plan"), in_turns(RIGHT, PLANS))
+@pytest.mark.parametrize(("program", "plan"), [*product(RIGHT, PLANS)])
 def test_a_habit_gives_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:
     right(world2, program, PLANS[plan])
 
 
+@pytest.mark.by_day(
+    "twice-dp",
+    "recurrent-zero3",
+    "paired-tp",
+    "asked_beside_inputs-dp",
+    "penalty_on_norms-tp",
+    "forces-dp",
+    "attacked-tp",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "plan"), in_turns(RIGHT_WITHOUT_PIPELINE, ["dp", "zero3", "tp"])
+    ("program", "plan"), [*product(RIGHT_WITHOUT_PIPELINE, ["dp", "zero3", "tp"])]
 )
 def test_a_habit_without_a_pipeline_gives_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
@@ -99,6 +133,7 @@ def test_a_habit_without_a_pipeline_gives_the_numbers_of_one_device(
     right(world2, program, PLANS[plan])
 
 
+@pytest.mark.by_day("statistics_anew-zero3", "normalized_and_written_in_place-dp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp", "zero3"])
 @pytest.mark.parametrize("program", RIGHT_ON_ROWS)

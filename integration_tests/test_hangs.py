@@ -17,7 +17,6 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches
-from .nightly import nightly
 from .plans import TWO, Constraints, make_plan
 from .short_group import in_short_group
 
@@ -97,8 +96,9 @@ def broken2(world2: World) -> Any:
     world2.close()
 
 
+@pytest.mark.by_day("tp")
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["tp", *(nightly(c) for c in CASES if c != "tp")])
+@pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_waits_in_vain_says_in_which_module(
     broken2: World, tmp_path: Path, case: str
 ) -> None:

@@ -34,6 +34,7 @@ def _train(name: str) -> None:
     train_beside(name, HFSDP)
 
 
+@pytest.mark.by_day("conv")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "conv", "bert", "mixtral"])
 def test_parameters_are_those_of_one_device(world4: World, name: str) -> None:
     world4.run(_train, name)
@@ -48,6 +49,7 @@ def _train_otherwise() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_a_loop_that_accumulates_freezes_and_evaluates_has_one_device_s_parameters(
     world4: World,
 ) -> None:
@@ -77,6 +79,7 @@ def _train_as_with_own_state(name: str, changes: dict[str, Any], steps: int) -> 
 HALF = {"precision.param": "bfloat16"}
 
 
+@pytest.mark.by_day("*'precision.reduce': 'float32'*")
 @pytest.mark.parametrize("changes", [HALF, {**HALF, "precision.reduce": "float32"}], ids=str)
 def test_half_precision_and_clipping_have_the_bits_of_copies_with_their_own_state(
     world4: World, changes: dict[str, Any]

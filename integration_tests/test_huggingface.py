@@ -100,6 +100,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.by_day("llama tied-pp-20KB", "gpt2-pp-30KB", "mixtral-zero3-None")
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "plan", "size"), CASES)
 def test_save_pretrained_writes_what_one_device_writes(
@@ -153,6 +154,7 @@ def test_what_forward_notes_in_a_configuration_is_saved_under_a_pipeline(
     assert texts["config.json"]["problem_type"] == expected
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", FOUR)
 def test_transformers_loads_what_several_axes_exported(
@@ -197,6 +199,7 @@ def moved(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.by_day("zero3-False", "zero3-True", "tp-True", "pp-False")
 @pytest.mark.slow
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
@@ -211,6 +214,7 @@ def test_any_plan_loads_what_transformers_saved(
             assert torch.equal(found[name], parameter), name
 
 
+@pytest.mark.by_day("llama-llama base")
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "kind"), [("gpt2 base", "gpt2"), ("llama", "llama base")])
 def test_the_prefix_of_the_base_model_is_put_on_and_taken_off(
@@ -378,6 +382,7 @@ def test_transformers_trainer_is_refused_with_what_to_do(world2: World, tmp_path
     world2.close()  # accelerate leaves a state of the process behind
 
 
+@pytest.mark.by_day("pp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_adapters_are_saved_as_on_one_device(world2: World, tmp_path: Path, plan: str) -> None:

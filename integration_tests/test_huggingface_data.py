@@ -91,6 +91,7 @@ def _rows(name: str, epochs: int) -> Rows:
     return rows_of(parallel(dataset, dist.get_world_size()), dataset, epochs)
 
 
+@pytest.mark.by_day("mapped stream")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DATA)
 def test_ranks_share_the_batches_of_one_device(world2: World, name: str) -> None:
@@ -119,6 +120,7 @@ def _go_on(name: str, state: dict[str, Any]) -> Rows:
     return [batch["id"].tolist() for batch in loader]
 
 
+@pytest.mark.by_day("mapped stream")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["torch", "shuffled stream", "mapped stream", "interleaved"])
 def test_an_epoch_goes_on_under_another_number_of_ranks(
@@ -147,6 +149,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.by_day("shuffled stream")
 @pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("name", ["torch", "shuffled stream"])

@@ -53,6 +53,7 @@ def _batch(*, has_pictures: bool) -> dict[str, Any]:
     return batch | ({"pictures": torch.randn(8, 3, WIDTH)} if has_pictures else {})
 
 
+@pytest.mark.by_day("False-32")
 @pytest.mark.parametrize("width_of_tower", [32, 512])  # the second is most of the model
 @pytest.mark.parametrize("has_pictures", [False, True])
 def test_a_plan_for_text_cuts_the_language_model(width_of_tower: int, has_pictures: bool) -> None:

@@ -83,6 +83,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.by_day("dtype-pp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize("kind", DIFFERENCES)
@@ -142,6 +143,7 @@ def epoch(constraints: Constraints, *, by_position: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.by_day("pp-zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", SHARED_OF_FOUR)
 def test_a_sampler_that_goes_by_the_data_parallel_rank_gives_one_devices_losses(
@@ -162,6 +164,7 @@ def epoch_by_rank(constraints: Constraints) -> None:
     epoch(constraints, by_position=False)
 
 
+@pytest.mark.by_day("pp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", SHARED)
 def test_a_sampler_that_goes_by_the_rank_is_refused(world2: World, plan: str) -> None:
@@ -180,6 +183,7 @@ def warned(constraints: Constraints, same: bool) -> list[tuple[str, str]]:
     return [(str(each.message), each.filename) for each in caught]
 
 
+@pytest.mark.by_day("dp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, ZERO: 3}], ids=["dp", "zero3"])
 def test_data_parallel_ranks_with_the_same_batch_are_warned_of_once(

@@ -76,6 +76,7 @@ def _said(place: str, *, sequence: bool) -> dict[str, str]:
     return said_of(_made(place), HEADS, sequence=sequence)
 
 
+@pytest.mark.by_day("heads-mark0")
 @pytest.mark.parametrize(
     ("place", "mark"),
     [

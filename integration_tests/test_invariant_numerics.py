@@ -26,7 +26,6 @@ from .invariant_bits import (
     whole,
 )
 from .models import HandWritten
-from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 
 WIDTH = 256
@@ -195,9 +194,10 @@ WITH_OTHER_AXES: dict[str, Constraints] = {
 }
 
 
+@pytest.mark.by_day("zero1")
 @pytest.mark.parametrize(
     "plan",
-    [plan if plan == "zero1" else nightly(plan) for plan in WITH_OTHER_AXES],
+    WITH_OTHER_AXES,
 )
 def test_axes_beside_it_keep_the_bits(plan: str) -> None:
     _verified("nano_gpt", WITH_OTHER_AXES[plan])
@@ -281,6 +281,7 @@ def test_vectors_that_end_elsewhere_on_more_ranks_are_refused() -> None:
         vescale.emulate(run, 1)
 
 
+@pytest.mark.by_day("fields0-power of two from 2, got 6")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from vescale_testing import World
 
-from .nightly import nightly_but
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import WIDTH, Block, Plain, Run, both, right, rows
 from .test_bad_input import check
@@ -116,6 +115,7 @@ def trained(kind: str, run: Run) -> None:
     run.train((MODELS | COUNTING | DRAWING | READ)[kind](), given=rows(4))
 
 
+@pytest.mark.by_day("in_place-plan0")
 @pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, ZERO: 3}])
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_the_next_call_reads_is_of_the_rows_of_all_ranks(
@@ -124,11 +124,15 @@ def test_what_the_next_call_reads_is_of_the_rows_of_all_ranks(
     right(world2, functools.partial(trained, kind), plan)
 
 
+@pytest.mark.by_day("in_place")
 @pytest.mark.parametrize("kind", ["in_place", "loss"])
 def test_ranks_that_share_matrices_keep_what_one_device_does(world4: World, kind: str) -> None:
     right(world4, functools.partial(trained, kind), {DP: 2, TP: 2})
 
 
+@pytest.mark.by_day(
+    "rows-keeps 'state' for every row of a batch and computes with it in the next call-plan0*"
+)
 @pytest.mark.parametrize("plan", [PIPELINED, ACCUMULATED])
 @pytest.mark.parametrize(
     ("kind", "message"),
@@ -200,8 +204,9 @@ COUNTING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.by_day("blocks-plan0")
 @pytest.mark.parametrize("plan", [PIPELINED, ACCUMULATED, RECOMPUTED])
-@pytest.mark.parametrize("kind", nightly_but(COUNTING, "blocks", "object"))
+@pytest.mark.parametrize("kind", COUNTING)
 def test_a_counter_counts_calls_of_the_model(world2: World, kind: str, plan: Constraints) -> None:
     right(world2, functools.partial(trained, kind), plan)
 
@@ -237,15 +242,17 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.by_day("python-plan0")
 @pytest.mark.parametrize("plan", [{DP: 2}, {TP: 2}, ACCUMULATED, RECOMPUTED])
-@pytest.mark.parametrize("kind", nightly_but(MAKE, "python", "torch"))
+@pytest.mark.parametrize("kind", MAKE)
 def test_generators_that_modules_hold_draw_the_numbers_of_one_device(
     world2: World, kind: str, plan: Constraints
 ) -> None:
     right(world2, functools.partial(trained, kind), plan)
 
 
-@pytest.mark.parametrize("kind", nightly_but(MAKE, "numpy"))
+@pytest.mark.by_day("numpy")
+@pytest.mark.parametrize("kind", MAKE)
 def test_a_pipeline_refuses_draws_from_generators_that_modules_hold(
     world2: World, kind: str
 ) -> None:
@@ -287,6 +294,7 @@ def said(kind: str, constraints: Constraints) -> list[str]:
     return [str(each.message) for each in caught if "attributes of modules" in str(each.message)]
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.parametrize("plan", [{DP: 2}, ACCUMULATED])
 def test_what_the_program_alone_reads_is_warned_of_once_by_name(
     world2: World, plan: Constraints

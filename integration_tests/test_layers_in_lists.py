@@ -88,6 +88,7 @@ def test_they_are_sharded_by_heads() -> None:
     assert plan["layers.*.self_attn.<attr:h>"] == "Shard(0)"
 
 
+@pytest.mark.by_day("*'tensor_parallel.sequence': True*")
 @pytest.mark.parametrize("plan", [{TP: 2}, {TP: 2, SEQUENCE: True}], ids=str)
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, plan: Constraints) -> None:
     compare(world2, build, "", plan)

@@ -15,7 +15,6 @@ from vescale_testing import World
 
 from .experts import LENGTH, Trained, adamw, rows_of, tokens
 from .listed_experts import HIDDEN, LAYERS, Model, train_layers
-from .nightly import nightly_but
 from .plans import DP, EP, PARTS, PP, ZERO, Constraints, make_plan
 from .test_expert_parallel import compare
 from .training import whole
@@ -40,22 +39,25 @@ def check(
     compare(world.run(train_layers, layer, num_experts, plan, plan[DP], skewed), expected)
 
 
+@pytest.mark.by_day("Called")
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS)
 def test_two_ranks_share_a_list_of_experts(world2: World, layer: str) -> None:
     check(world2, {DP: 2, EP: 2}, layer)
 
 
+@pytest.mark.by_day("OldMixtral")
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", nightly_but(LAYERS, "OldMixtral", "Slots"))
+@pytest.mark.parametrize("layer", LAYERS)
 def test_experts_of_a_list_without_tokens_have_gradients_if_they_are_called(
     world2: World, layer: str
 ) -> None:
     check(world2, {DP: 2, EP: 2}, layer, 3, skewed=True)
 
 
+@pytest.mark.by_day("2-4-3")
 @pytest.mark.slow
-@pytest.mark.parametrize("zero", nightly_but([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("size", "num_experts"), [(2, 4), (4, 6)])
 def test_four_ranks_share_lists_under_every_stage(
     world4: World, size: int, zero: int, num_experts: int

@@ -16,7 +16,6 @@ from vescale_testing import World
 
 from .experts import VOCABULARY, adamw, rows_of, tokens
 from .listed_experts import HIDDEN, mlp
-from .nightly import nightly_but
 from .plans import DP, EP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -149,8 +148,9 @@ MORE: list[Constraints] = [
 ]
 
 
+@pytest.mark.by_day("returned")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", nightly_but(KINDS, "returned", "switch"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_owners_of_lists_compute_over_all_rows(world2: World, kind: str) -> None:
     check(world2, kind, {DP: 2, EP: 2})
 

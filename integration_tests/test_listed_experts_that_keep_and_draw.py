@@ -147,6 +147,7 @@ def generators_after_steps(constraints: Constraints) -> Tensor:
     return torch.get_rng_state()
 
 
+@pytest.mark.by_day("*'expert_parallel.size': 2*")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, EP: 2}], ids=str)
 def test_generators_stay_together_where_values_decide_what_is_drawn(

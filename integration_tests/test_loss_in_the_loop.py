@@ -74,12 +74,14 @@ def ordinary(run: Run, build: Any = Scores) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("one-part")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_loss_of_the_loop_trains_as_on_one_device(world2: World, plan: str) -> None:
     right(world2, partial(ordinary, build=partial(Scores, tied=True)), PLANS[plan])
 
 
+@pytest.mark.by_day("4-stages")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", FOUR)
 def test_a_loss_of_the_loop_trains_over_several_axes(world4: World, plan: str) -> None:
@@ -192,6 +194,7 @@ HABITS = (
 )
 
 
+@pytest.mark.by_day("accumulated")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", HABITS, ids=lambda program: program.__name__)
 def test_habits_of_loops_are_one_devices(world2: World, program: Any) -> None:
@@ -214,6 +217,7 @@ def causal(run: Run, family: str) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_logits_of_public_models_train_as_on_one_device(world2: World, family: str) -> None:

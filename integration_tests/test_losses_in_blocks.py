@@ -17,7 +17,6 @@ from vescale_parallel._loss.token_mean import TokenMeans  # noqa: PLC2701 (what 
 from vescale_testing import World
 
 from .fake_ranks import IDS, llama, rank_0_of
-from .nightly import nightly
 from .plans import DP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -109,11 +108,12 @@ def trained(block: type[Block], constraints: Constraints | None, twice: bool) ->
     return [*map(Tensor.detach, losses), *(whole(p).detach() for p in model.parameters())]
 
 
+@pytest.mark.by_day("constraints1-Block")
 @pytest.mark.parametrize("block", [Block, Checkpointed])
 @pytest.mark.parametrize(
     "constraints",
     [
-        nightly({DP: 2, ZERO: 0}),
+        {DP: 2, ZERO: 0},
         {DP: 2, ZERO: 3},
         {DP: 2, ZERO: 3, "recompute": "full"},
         {DP: 2, "batch.gradient_accumulation": 2},

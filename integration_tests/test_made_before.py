@@ -61,6 +61,7 @@ def made_before(constraints: Constraints, kind: str, *, deferred: bool = False) 
 USES = ["zero_grad", "step", "scheduler", "clip", "gradients", "scaler", "average", "weight"]
 
 
+@pytest.mark.by_day("average-dp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", USES)
@@ -75,6 +76,7 @@ def deferred_step(constraints: Constraints) -> None:
     made_before(constraints, "step", deferred=True)
 
 
+@pytest.mark.by_day("one")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["one", "zero3"])
 def test_an_optimizer_of_deferred_parameters_is_refused(

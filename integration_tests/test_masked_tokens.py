@@ -88,6 +88,7 @@ def masked_proteins(run: Run) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("hidden_patches-dp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "plan"),

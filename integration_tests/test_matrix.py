@@ -29,6 +29,7 @@ def test_the_page_shows_every_cell() -> None:
     assert {name for name in names() if not SHOWN.get(name)} == set()
 
 
+@pytest.mark.by_day("gpt2-tp x ZeRO 3-float64")
 @pytest.mark.parametrize(
     ("family", "plan", "kind"),
     [pytest.param(*cell, marks=[pytest.mark.nightly] * (cell not in BY_DAY)) for cell in names()],

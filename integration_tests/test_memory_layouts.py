@@ -17,7 +17,6 @@ from vescale_parallel import ParallelPlan, with_constraints
 from vescale_testing import World
 
 from .beside_one_device import adamw, batch_of, build, loss_of, train_beside
-from .nightly import nightly
 from .test_hfsdp import HFSDP
 from .test_pipeline_schedules import compared, constraints_of
 from .training import whole
@@ -79,11 +78,13 @@ def _train(name: str, change: Any, plan: dict[str, Any], options: dict[str, Any]
     train_beside(name, plan, change=change, **options)
 
 
+@pytest.mark.by_day("0")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_ranks_have_one_device_s_bits(world2: World, stage: int) -> None:
     world2.run(_train, "conv", both, zero(stage), {})
 
 
+@pytest.mark.by_day("0")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_three_ranks_that_accumulate_and_evaluate_have_them(world3: World, stage: int) -> None:
     world3.run(_train, "conv", both, zero(stage, 3), {"passes": 2, "evaluates": True, "steps": 4})
@@ -104,6 +105,7 @@ MORE = {
 BY_DAY = ("written-zero3", "host-zero3", "conv3d-zero3", "bfloat16-zero3")
 
 
+@pytest.mark.by_day("bfloat16-zero3")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in MORE],
@@ -112,6 +114,7 @@ def test_other_loops_and_places_have_them(world2: World, name: str) -> None:
     world2.run(_train, *MORE[name])
 
 
+@pytest.mark.by_day("both")
 @pytest.mark.parametrize("change", [both, both_and_written])
 def test_copies_of_shards_have_them(world4: World, change: Callable[[nn.Module], None]) -> None:
     world4.run(_train, "conv", change, HFSDP, {"steps": 3})
@@ -125,12 +128,14 @@ PIPELINED = {
 }
 
 
+@pytest.mark.by_day("gpt2")
 @pytest.mark.parametrize("name", PIPELINED)
 def test_stages_have_them(world2: World, name: str) -> None:
     world2.run(compared, name, *PIPELINED[name], transposed)
 
 
-@pytest.mark.parametrize("stage", [nightly(0), 3])
+@pytest.mark.by_day("3")
+@pytest.mark.parametrize("stage", [0, 3])
 def test_muon_has_the_matrices_of_one_device(world2: World, stage: int) -> None:
     # Products of matrices depend on strides in their last bits.
     options = {"optimizer_fn": muon, "steps": 3}
@@ -206,6 +211,7 @@ def _strides(stage: int) -> None:
             assert parameter.grad.to_local().stride() == expected[name], name
 
 
+@pytest.mark.by_day("0")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_computes_has_the_strides_of_one_device(world2: World, stage: int) -> None:
     world2.run(_strides, stage)
@@ -231,6 +237,7 @@ class Normalized(nn.Module):
         return nn.functional.cross_entropy(self.head(x_BFS.mean(-1)), y_B)
 
 
+@pytest.mark.by_day("0-channels_last")
 @pytest.mark.parametrize("order", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_rows_of_all_ranks_are_normalized_in_the_order_that_they_are_in(

@@ -103,6 +103,7 @@ WITH_A_PATH = {
 LEAVES_A_COLLECTIVE = {m.block_repeated_on_one_rank}
 
 
+@pytest.mark.by_day("array_for_tensor")
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.did.__name__)
 def test_a_mistake_is_told_with_what_to_do(
     request: pytest.FixtureRequest, tmp_path: Path, row: Row
@@ -130,6 +131,7 @@ PLANS: dict[str, Constraints] = {
 }
 
 
+@pytest.mark.by_day("dp-by_name")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["by_name", "whole"])
 @pytest.mark.parametrize("plan", PLANS)
@@ -166,6 +168,7 @@ LAUNCHERS: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
+@pytest.mark.by_day("none")
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_program_that_torchrun_did_not_start_says_how_to(tmp_path: Path, launcher: str) -> None:

@@ -64,6 +64,7 @@ def variational(run: Run) -> None:
     run.train(Variational())
 
 
+@pytest.mark.by_day("False-plan0")
 @pytest.mark.parametrize("plan", [{DP: 2}, {DP: 2, ZERO: 3}, {TP: 2}])
 @pytest.mark.parametrize("inside", [False, True])
 def test_rows_are_mixed_with_those_of_all_ranks(
@@ -72,6 +73,7 @@ def test_rows_are_mixed_with_those_of_all_ranks(
     right(world2, functools.partial(mixing, inside), plan)
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.parametrize("plan", [{PP: 2, PARTS: 2}, {DP: 2, "batch.gradient_accumulation": 2}])
 def test_micro_batches_refuse_to_mix_rows(world2: World, plan: Constraints) -> None:
     message = "rows of the batch depend on each other"
@@ -79,6 +81,7 @@ def test_micro_batches_refuse_to_mix_rows(world2: World, plan: Constraints) -> N
     check(world2, ValueError, message, both, functools.partial(mixing, False), plan)
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.parametrize("plan", [{DP: 2}, {TP: 2}])
 def test_noise_between_layers_is_that_of_one_device(world2: World, plan: Constraints) -> None:
     right(world2, variational, plan)

@@ -82,6 +82,7 @@ def program(run: Run) -> None:
     run.keep(torch.get_rng_state())
 
 
+@pytest.mark.by_day("1f1b")
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_nested_stages_draw_what_one_device_draws_for_the_micro_batches(
     world2: World, schedule: str

@@ -15,7 +15,6 @@ import vescale
 from vescale_dtensor import CommCounter
 from vescale_testing import World
 
-from .nightly import nightly_but
 from .plans import COPIES, DP, PARTS, PP, TP, ZERO, Constraints, make_plan
 
 pytestmark = pytest.mark.slow
@@ -121,6 +120,7 @@ def steps_under(constraints: Constraints) -> tuple[dict[str, Tensor], list[list[
     return _wholes(model), counts
 
 
+@pytest.mark.by_day("0-False")
 @pytest.mark.parametrize(("stage", "half"), [(0, False), (1, True), (2, False), (3, True)])
 def test_passes_are_summed_on_each_rank_then_over_ranks(
     world2: World, stage: int, half: bool
@@ -132,6 +132,7 @@ def test_passes_are_summed_on_each_rank_then_over_ranks(
         assert counts == [[0, 0, 4]] * 2  # one for each block, and one for the rest
 
 
+@pytest.mark.by_day("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_passes_are_summed_on_three_ranks(world3: World, stage: int) -> None:
     expected = _by_one_device(3, 2, half=False)
@@ -140,13 +141,11 @@ def test_passes_are_summed_on_three_ranks(world3: World, stage: int) -> None:
         assert counts == [[0, 0, 4]] * 2
 
 
+@pytest.mark.by_day("*'data_parallel.zero_stage': 1*")
 @pytest.mark.parametrize(
     "others",
-    nightly_but(
-        [{TP: 2}, {PP: 2, PARTS: 2}, {TP: 2, ZERO: 3}, {ACCUMULATION: 2, ZERO: 1},
+    [{TP: 2}, {PP: 2, PARTS: 2}, {TP: 2, ZERO: 3}, {ACCUMULATION: 2, ZERO: 1},
          {ACCUMULATION: 2, ZERO: 3}],
-        {PP: 2, PARTS: 2}, {TP: 2, ZERO: 3}, {ACCUMULATION: 2, ZERO: 1},
-    ),
     ids=str,
 )  # fmt: skip
 def test_passes_are_summed_beside_other_parallelism(world4: World, others: Constraints) -> None:
@@ -233,6 +232,7 @@ def _refused(model: Any, optimizer: Any) -> list[str]:
     return told
 
 
+@pytest.mark.by_day("0")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_that_were_not_summed_are_refused(world2: World, stage: int) -> None:
     for told in world2.run(refusals, stage):
@@ -271,6 +271,7 @@ def _summed(order: str) -> dict[str, Tensor]:
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.by_day("n0s-1")
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("order", ["sns", "nsns", "nn0ns", "sn0s", "nno", "n0s", "nos"])
 def test_gradients_are_those_since_they_were_dropped(

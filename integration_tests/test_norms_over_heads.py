@@ -15,7 +15,6 @@ from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
 from .families import LENGTH, ROWS, VOCABULARY, hugging_face, tokens
-from .nightly import nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
@@ -81,6 +80,7 @@ def build(family: str) -> nn.Module:
     return model
 
 
+@pytest.mark.by_day("False-bitnet")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", NORMS)
 @pytest.mark.parametrize("sequence", [False, True])
@@ -98,25 +98,23 @@ def test_layers_around_norms_are_cut(family: str, sequence: bool) -> None:
     assert {name.replace(".0.", ".*.") for name in matrices} <= plan.keys()
 
 
+@pytest.mark.by_day("bitnet")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", NORMS)
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, family: str) -> None:
     compare(world2, build, family, {TP: 2})
 
 
+@pytest.mark.by_day("*'compile': 'blocks'*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "constraints"),
     [
         ("olmo2", {TP: 4, SEQUENCE: True}),
         ("by_hand", {TP: 2, DP: 2, SEQUENCE: True, "compile": "blocks", BACKEND: "aot_eager"}),
-        *nightly_but(
-            [
-                ("by_hand", {TP: 2, DP: 2, ZERO: 3}),
-                ("olmo2", {TP: 2, PP: 2, PARTS: 2, SEQUENCE: True}),
-                *itertools.product(OTHERS, PLANS),
-            ]
-        ),
+        ("by_hand", {TP: 2, DP: 2, ZERO: 3}),
+        ("olmo2", {TP: 2, PP: 2, PARTS: 2, SEQUENCE: True}),
+        *itertools.product(OTHERS, PLANS),
     ],
     ids=str,
 )

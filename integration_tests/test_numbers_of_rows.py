@@ -70,6 +70,7 @@ def divided(run: Run) -> None:
     run.train(Divided())
 
 
+@pytest.mark.by_day("0-divided")
 @pytest.mark.parametrize("program", [positions, divided])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_module_that_is_told_the_number_of_rows(

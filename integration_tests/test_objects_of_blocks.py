@@ -70,6 +70,7 @@ PLANS: dict[str, Constraints] = {
 }
 
 
+@pytest.mark.by_day("zero3, again-dataclass")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", PLANS)
@@ -144,6 +145,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.by_day("nothing")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_to_be_found_is_asked_for(world2: World, tmp_path: Path, name: str) -> None:

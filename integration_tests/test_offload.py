@@ -9,7 +9,6 @@ import pytest
 from vescale_testing import World
 
 from . import habits_of_loops as loops, habits_of_optimizers as optimizers, test_optimizers
-from .nightly import nightly
 from .plans import COPIES, DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import Program, assert_right, right
 from .test_habits import RIGHT
@@ -36,6 +35,14 @@ IN_CI = {
 }  # fmt: skip
 
 
+@pytest.mark.by_day(
+    "zero3-by_hand_fused",
+    "zero3-clip_value",
+    "zero3-accumulate_hooks",
+    "zero3-averaged_model",
+    "pp-scaled",
+    "pp-accumulated",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "program"),
@@ -61,15 +68,16 @@ FOUR: dict[str, Constraints] = {
 }
 
 
+@pytest.mark.by_day("pp, gathered-gpt2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "model"),
     [
         ("hybrid", "hand_written"),
         ("pp, gathered", "gpt2"),
-        nightly("tp", "llama"),
+        ("tp", "llama"),
         *(
-            nightly(plan, model)
+            (plan, model)
             for plan in FOUR
             for model in ("gpt2", "qwen3", "gemma")
             if (plan, model) != ("pp, gathered", "gpt2")
@@ -80,6 +88,7 @@ def test_training_is_that_of_one_device(world4: World, plan: str, model: str) ->
     check(world4, Recipe(model=model, deferred=model == "gpt2"), FOUR[plan])
 
 
+@pytest.mark.by_day("llama-muon and adamw")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "made"), [("llama", "muon and adamw"), ("gpt2", "adafactor"), ("llama", "signs")]

@@ -14,7 +14,6 @@ import vescale
 from vescale_testing import World
 
 from .models import batches
-from .nightly import nightly_but
 from .plans import FOUR, PLANS, TWO, Constraints, make_plan
 from .training import OPTIMIZERS, Recipe, Record, make_model, samples, train
 
@@ -106,6 +105,7 @@ def ids(case: tuple[int, str, str]) -> str:
     return "-".join(map(str, case))
 
 
+@pytest.mark.by_day("2-pp-one-part-gpt2")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLICE, ids=ids)
 def test_float64_training_is_that_of_one_device(
@@ -115,21 +115,19 @@ def test_float64_training_is_that_of_one_device(
     check(worlds[ranks], Recipe(model=model), PLANS[ranks][plan])
 
 
+@pytest.mark.by_day("hand_written-pp-zero1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "plan"),
-    nightly_but(
-        itertools.product(["llama", "gpt2", "hand_written"], ["tp-zero3", "pp-zero1"]),
-        ("llama", "tp-zero3"),
-        ("hand_written", "pp-zero1"),
-    ),
+    [*itertools.product(["llama", "gpt2", "hand_written"], ["tp-zero3", "pp-zero1"])],
 )
 def test_float32_losses_are_those_of_one_device(world4: World, model: str, plan: str) -> None:
     check(world4, Recipe(model=model, dtype="float32", steps=5), FOUR[plan])
 
 
+@pytest.mark.by_day("hybrid1")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(["pp", "tp-zero2", "hybrid1"], "pp", "hybrid1"))
+@pytest.mark.parametrize("plan", ["pp", "tp-zero2", "hybrid1"])
 def test_targets_that_all_count_give_the_loss_of_one_device(world4: World, plan: str) -> None:
     check(world4, Recipe(model="hand_written", uneven=False), FOUR[plan])
 
@@ -157,6 +155,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.by_day("decay_groups-pp-zero1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loop", "plan"), [*zip(LOOPS, itertools.cycle(["hybrid3", "pp-zero1"]), strict=False)]
@@ -174,8 +173,9 @@ def test_an_ordinary_loop_is_that_of_one_device_under_every_plan(
     check(world4, LOOPS[loop], FOUR[plan])
 
 
+@pytest.mark.by_day("hand_written-pp-zero1")
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(["zero3", "tp-zero3", "pp-zero1"], "pp-zero1"))
+@pytest.mark.parametrize("plan", ["zero3", "tp-zero3", "pp-zero1"])
 @pytest.mark.parametrize("model", ["hand_written"])
 def test_recomputed_activations_change_nothing(world4: World, model: str, plan: str) -> None:
     check(world4, Recipe(model=model, steps=4), {**FOUR[plan], "recompute": "full"})
@@ -206,10 +206,9 @@ def train_in_bfloat16(constraints: Constraints | None) -> list[float]:
     return losses
 
 
+@pytest.mark.by_day("pp-zero1")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "plan", nightly_but(["hybrid3", "tp-zero2", "pp-zero1"], "hybrid3", "pp-zero1")
-)
+@pytest.mark.parametrize("plan", ["hybrid3", "tp-zero2", "pp-zero1"])
 def test_bfloat16_compute_is_that_of_float32_weights_rounded(world4: World, plan: str) -> None:
     expected = train_in_bfloat16(None)
     for losses in world4.run(train_in_bfloat16, FOUR[plan]):

@@ -16,7 +16,6 @@ from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, InDouble, hugging_face, tokens
-from .nightly import nightly, nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
@@ -126,8 +125,9 @@ def batch() -> dict[str, Tensor]:
     return tokens() | {"labels": tokens()["input_ids"]}
 
 
+@pytest.mark.by_day("False-by_hand")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but(MIXERS, "falcon_h1", "mamba2", "by_hand"))
+@pytest.mark.parametrize("name", MIXERS)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_their_layers_are_sharded(name: str, sequence: bool) -> None:
     model = build(name)
@@ -139,31 +139,30 @@ def test_their_layers_are_sharded(name: str, sequence: bool) -> None:
     assert found.plan[f"{MIXERS[name]}.norm.<whole:gate>"] == "Shard(2)"
 
 
+@pytest.mark.by_day("by_hand")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but(MIXERS, "nemotron_h", "mamba2", "by_hand"))
+@pytest.mark.parametrize("name", MIXERS)
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, name: str) -> None:
     compare(world2, build, name, {TP: 2})
 
 
+@pytest.mark.by_day("*'compile': 'blocks'*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "constraints"),
     [
-        nightly("bamba", {TP: 4, SEQUENCE: True}),
+        ("bamba", {TP: 4, SEQUENCE: True}),
         ("mamba2", {TP: 2, DP: 2, ZERO: 1}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 2, "compile": "blocks", BACKEND: "aot_eager"}),
-        *nightly_but(
-            itertools.product(
-                MIXERS,
-                (
-                    {TP: 4},
-                    {TP: 2, DP: 2, ZERO: 2, SEQUENCE: True},
-                    {TP: 2, DP: 2, ZERO: 3, SEQUENCE: True},
-                    {TP: 2, PP: 2, PARTS: 2},
-                ),
+        *itertools.product(
+            MIXERS,
+            (
+                {TP: 4},
+                {TP: 2, DP: 2, ZERO: 2, SEQUENCE: True},
+                {TP: 2, DP: 2, ZERO: 3, SEQUENCE: True},
+                {TP: 2, PP: 2, PARTS: 2},
             ),
-            ("by_hand", {TP: 2, PP: 2, PARTS: 2}),
         ),
     ],
     ids=str,
@@ -201,8 +200,9 @@ def steps(name: str, constraints: Constraints | None) -> tuple[list[float], dict
     return losses, {key: whole(each) for key, each in model.named_parameters()}
 
 
+@pytest.mark.by_day("mamba2")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", nightly_but(["bamba", "mamba2"], "mamba2"))
+@pytest.mark.parametrize("name", ["bamba", "mamba2"])
 def test_parameters_after_steps_of_adamw_are_those_of_one_device(world4: World, name: str) -> None:
     losses, parameters = steps(name, None)
     runs = world4.run(steps, name, {TP: 2, DP: 2, ZERO: 3, SEQUENCE: True})
@@ -225,10 +225,9 @@ def generated(name: str, constraints: Constraints | None) -> Tensor:
     return model.generate(tokens()["input_ids"], max_new_tokens=6, do_sample=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", nightly_but(["bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"], "nemotron_h")
-)
+@pytest.mark.parametrize("name", ["bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"])
 def test_models_with_them_generate(world2: World, name: str) -> None:
     expected = generated(name, None)
     assert all(torch.equal(each, expected) for each in world2.run(generated, name, {TP: 2}))
@@ -262,6 +261,7 @@ def marked(marks: dict[str, str]) -> None:
     vescale.parallelize(plan, model)
 
 
+@pytest.mark.by_day("*-no parts are read whole*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("marks", "said"),

@@ -50,6 +50,7 @@ def _counted(model: Any, optimizer: torch.optim.Optimizer) -> tuple[Operators, i
     return operators, calls
 
 
+@pytest.mark.by_day("0")
 @pytest.mark.parametrize(
     "stage",
     [pytest.param(stage, marks=[pytest.mark.nightly] * (stage in (1, 2))) for stage in range(4)],

@@ -21,7 +21,6 @@ import vescale
 from vescale_parallel import ParallelPlan, with_constraints
 
 from .fake_ranks import IDS, WARM_UP, adamw, llama, rank_0_of
-from .nightly import nightly
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,12 +74,13 @@ def _of_fsdp2(ranks: int) -> tuple[int, int]:
 # backward at stage 3, which begins with what forward ended with; the count of targets, the
 # mean of the loss, and which parameters were used. A sum over copies is two
 # collectives, a reduction and a gather.
+@pytest.mark.by_day("0-13")
 @pytest.mark.parametrize(
     ("stage", "collectives"),
     [
         (0, 5 + 5 + 3),
-        nightly(1, 5 + 5 + 3),
-        nightly(2, 5 + 5 + 3),
+        (1, 5 + 5 + 3),
+        (2, 5 + 5 + 3),
         (3, 8 + 5 + 3),
     ],
 )
@@ -97,7 +97,8 @@ def test_operators_and_collectives_do_not_depend_on_the_number_of_ranks(
     assert found[8][0] <= 1280  # 1,272 at stage 3
 
 
-@pytest.mark.parametrize("ranks", [16, nightly(256)])
+@pytest.mark.by_day("16")
+@pytest.mark.parametrize("ranks", [16, 256])
 def test_a_step_of_zero_3_dispatches_no_more_than_one_of_fsdp2(
     ranks: int,
 ) -> None:

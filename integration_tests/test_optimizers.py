@@ -18,7 +18,6 @@ from vescale_dtensor import CommCounter
 from vescale_testing import World
 
 from .models import batches, build
-from .nightly import nightly
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
 from .programs import Run, assert_right
 from .training import whole
@@ -151,6 +150,7 @@ CASES = [
 ]
 
 
+@pytest.mark.by_day("llama-muon and adamw-tp x zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "made", "plan"), CASES)
 def test_training_is_one_devices(
@@ -203,15 +203,16 @@ def uninterrupted(made: str) -> list[Tensor]:
     return run.results
 
 
+@pytest.mark.by_day("adafactor-tp-zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "first", "then"),
     [
         ("muon and adamw", "zero3", "tp"),
-        nightly("muon and adamw", "tp x zero3", "pp"),
-        nightly("adafactor", "pp", "zero1"),
+        ("muon and adamw", "tp x zero3", "pp"),
+        ("adafactor", "pp", "zero1"),
         ("adafactor", "tp", "zero3"),
-        nightly("signs", "zero1", "pp"),
+        ("signs", "zero1", "pp"),
     ],
 )
 def test_a_checkpoint_goes_on_under_another_plan(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from vescale_testing import World
 
-from .nightly import in_turns
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import WIDTH, Block, Program, Run, right, rows
 
@@ -96,12 +96,14 @@ def program(name: str, passes: int = 1) -> Program:
     return partial(_train, name, passes)
 
 
+@pytest.mark.by_day("a sequence-dp", "the last-zero1", "written to-zero2")
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "plan"), in_turns(PROGRAMS, PLANS))
+@pytest.mark.parametrize(("name", "plan"), [*product(PROGRAMS, PLANS)])
 def test_a_loss_of_what_blocks_returned(world2: World, name: str, plan: str) -> None:
     right(world2, program(name), PLANS[plan])
 
 
+@pytest.mark.by_day("a sequence-zero2", "all-zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])
 @pytest.mark.parametrize("name", ["a sequence", "all"])
@@ -109,6 +111,7 @@ def test_gradients_add_up(world2: World, name: str, plan: str) -> None:
     right(world2, program(name, passes=2), PLANS[plan])
 
 
+@pytest.mark.by_day("full")
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_on_four_ranks(world4: World, recompute: str) -> None:
@@ -148,6 +151,7 @@ def dropped(run: Run) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("zero2-none", "zero2-full", "zero3-none")
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("plan", ["zero2", "zero3"])

@@ -14,7 +14,6 @@ import vescale
 from vescale_testing import World
 
 from .families import make
-from .nightly import nightly
 from .plans import DP, EP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -92,7 +91,8 @@ def same(world: World, family: str, plan: str, inner: bool, *modes: bool) -> Non
 DENSE = ("zero2", "zero3", "tp", "tp-sequence", "pp", "pp-gpipe")
 
 
-@pytest.mark.parametrize("plan", ["tp", *(nightly(p) for p in DENSE if p != "tp")])
+@pytest.mark.by_day("tp")
+@pytest.mark.parametrize("plan", DENSE)
 def test_the_switch_of_transformers_changes_no_bit(world2: World, plan: str) -> None:
     same(world2, "llama", plan, False, True, False)
 
@@ -111,6 +111,7 @@ def test_a_mixture_that_is_checkpointed_has_the_same_bits(world2: World, plan: s
     same(world2, "mixtral", plan, False, True, False)
 
 
-@pytest.mark.parametrize("plan", [p if p in ("zero3", "pp") else nightly(p) for p in DENSE])
+@pytest.mark.by_day("zero3")
+@pytest.mark.parametrize("plan", DENSE)
 def test_a_part_of_a_block_that_is_checkpointed_changes_no_bit(world2: World, plan: str) -> None:
     same(world2, "llama", plan, True, True, False)

@@ -130,6 +130,7 @@ def assert_right(world: World, family: str, habit: str, plan: str) -> None:
         assert (graphs > 0) == compiles
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(("habit", "plan"), sorted(IN_CI))
 def test_a_compiled_model_has_the_losses_of_one_device(

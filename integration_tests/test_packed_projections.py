@@ -18,7 +18,6 @@ from vescale_testing import World
 
 from . import invariant_bits
 from .families import VOCABULARY, hugging_face, tokens
-from .nightly import nightly, nightly_but
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .sharded_layers import SIZES, compare
 from .test_bad_input import check as check_refusal
@@ -120,9 +119,6 @@ PACKED: dict[str, dict[str, tuple[int, ...]]] = {
     "falcon": {"transformer.h.*.self_attention.query_key_value.weight": (32, 8)},
 }
 FAMILIES = list(PACKED)
-IN_CI = nightly_but(
-    FAMILIES, *(each for each in FAMILIES if each not in {"falcon_h1", "nemotron_h", "qwen3_next"})
-)
 # Of blocks written by hand.
 NUM_GROUPS = {"by_hand": 4, "one_key_head": 1}
 
@@ -140,8 +136,9 @@ def placed(lengths: tuple[int, ...]) -> str:
     return f"InterleavedShard(0, {lengths})"
 
 
+@pytest.mark.by_day("False-by_hand", "False-one_key_head", "False-gpt_bigcode")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", IN_CI)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_each_of_their_parts_is_cut(family: str, sequence: bool) -> None:
     model = build(family)
@@ -161,8 +158,9 @@ def test_key_heads_that_are_fewer_than_ranks_are_read_whole() -> None:
     assert plan[f"{layer}.<read:weight>"] == "(Shard(0), Shard(0), Replicate())"
 
 
+@pytest.mark.by_day("by_hand")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", IN_CI)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, family: str) -> None:
     compare(world2, build, family, {TP: 2})
 
@@ -174,19 +172,20 @@ PLANS: list[Constraints] = [
 ]
 
 
+@pytest.mark.by_day("by_hand-*'compile': 'blocks'*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "constraints"),
     [
         ("phi3", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3}),
-        nightly("mamba2", {TP: 4}),
-        nightly("qwen3_next", {TP: 2, PP: 2, PARTS: 2}),
+        ("mamba2", {TP: 4}),
+        ("qwen3_next", {TP: 2, PP: 2, PARTS: 2}),
         ("gpt_bigcode", {TP: 4, SEQUENCE: True}),
         ("few_key_heads", {TP: 4}),
         ("falcon", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
         ("one_key_head", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
         ("by_hand", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
-        *(nightly(family, plan) for family in FAMILIES for plan in PLANS),
+        *((family, plan) for family in FAMILIES for plan in PLANS),
     ],
     ids=str,
 )
@@ -214,8 +213,9 @@ def loaded(family: str, path: str, constraints: Constraints) -> dict[str, Tensor
     return {name: whole(each) for name, each in model.named_parameters()}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["phi3", "mamba2", "falcon"], "falcon"))
+@pytest.mark.parametrize("family", ["phi3", "mamba2", "falcon"])
 def test_their_checkpoints_are_resharded(
     world2: World, world4: World, family: str, tmp_path: Path
 ) -> None:
@@ -233,6 +233,7 @@ def generated(family: str, constraints: Constraints | None) -> Tensor:
     return model.generate(tokens()["input_ids"], max_new_tokens=6, do_sample=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["phi3", "gpt_bigcode"])
 def test_models_with_them_generate(world2: World, family: str) -> None:
@@ -240,13 +241,14 @@ def test_models_with_them_generate(world2: World, family: str) -> None:
     assert all(torch.equal(each, expected) for each in world2.run(generated, family, {TP: 2}))
 
 
+@pytest.mark.by_day("one_key_head-*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "constraints"),
     [
-        nightly("mamba2", {TP: 2, DP: 2}),
+        ("mamba2", {TP: 2, DP: 2}),
         ("one_key_head", {TP: 2, DP: 2}),
-        nightly("few_key_heads", {TP: 4}),
+        ("few_key_heads", {TP: 4}),
     ],
     ids=str,
 )
@@ -259,6 +261,7 @@ def test_what_their_layers_return_is_verified_part_by_part(
     assert report.passed, str(report)
 
 
+@pytest.mark.by_day("one_key_head")
 @pytest.mark.parametrize("family", ["phi3", "one_key_head"])
 def test_parts_of_a_plan_that_says_sizes_alone_are_verified(family: str) -> None:
     """How its matrices are packed is found by ``parallelize``, of which the plan says nothing."""
@@ -327,6 +330,7 @@ def wide() -> nn.Module:
     return hugging_face("phi3", "sdpa", **sizes).double()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_chunks_of_parts_of_several_lengths_have_the_bits_of_any_number_of_ranks() -> None:
     said = invariant_bits.said_of(wide(), 2, sequence=True)

@@ -79,6 +79,27 @@ def test_code_of_a_page_runs_as_printed(program: Program, world1: World, tmp_pat
     _run(program, world1, tmp_path)
 
 
+@pytest.mark.by_day(
+    "docs/concepts/pipelines.md on 2",
+    "docs/guide/tensor-parallel.md on 2",
+    "docs/howto/debugging.md on 2",
+    "docs/howto/long-sequences.md on 2",
+    "docs/howto/mixed-precision.md on 2",
+    "docs/howto/only-checkpoints.md on 2",
+    "docs/howto/only-dtensor.md on 2",
+    "docs/howto/optimizers.md on 2",
+    "docs/howto/resume.md on 2",
+    "docs/howto/several-models.md on 2",
+    "docs/migrate/accelerate.md on 2",
+    "docs/migrate/ddp.md on 2",
+    "docs/migrate/deepspeed.md on 2",
+    "docs/migrate/fsdp2.md on 2",
+    "docs/migrate/megatron.md on 2",
+    "docs/migrate/torchtitan.md on 2",
+    "docs/migrate/vescale.md on 2",
+    "docs/tutorial.md on 2",
+    "packages/vescale-ckpt/README.md on 2",
+)
 @pytest.mark.parametrize("program", _params(2))
 def test_code_of_a_page_runs_as_printed_on_two_ranks(
     program: Program, world2: World, tmp_path: Path

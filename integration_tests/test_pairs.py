@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from vescale_testing import World
 
 from . import habits_of_pairs as pairs
-from .nightly import in_turns
 from .plans import DP, TP, ZERO, Constraints
 from .programs import Program, both, right
 from .test_bad_input import check
@@ -24,17 +25,19 @@ RIGHT_WITHOUT_PIPELINE: list[Program] = [
 FOUR: dict[str, Constraints] = {"tp-zero3": {TP: 2, DP: 2, ZERO: 3}}
 
 
+@pytest.mark.by_day("distilled-zero3", "copied_teacher-dp")
 @pytest.mark.slow
-@pytest.mark.parametrize(("program", "plan"), in_turns(RIGHT, PLANS))
+@pytest.mark.parametrize(("program", "plan"), [*product(RIGHT, PLANS)])
 def test_two_models_have_the_numbers_of_one_device(
     world2: World, program: Program, plan: str
 ) -> None:
     right(world2, program, PLANS[plan])
 
 
+@pytest.mark.by_day("adversaries-dp", "chained-tp")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "plan"), in_turns(RIGHT_WITHOUT_PIPELINE, ["dp", "zero3", "tp"])
+    ("program", "plan"), [*product(RIGHT_WITHOUT_PIPELINE, ["dp", "zero3", "tp"])]
 )
 def test_gradients_from_one_model_reach_the_other(
     world2: World, program: Program, plan: str
@@ -42,12 +45,14 @@ def test_gradients_from_one_model_reach_the_other(
     right(world2, program, PLANS[plan])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [pairs.adversaries, pairs.clipped_together])
 def test_two_models_on_four_ranks(world4: World, program: Program) -> None:
     right(world4, program, FOUR["tp-zero3"])
 
 
+@pytest.mark.by_day("adversaries", "adversaries_of_one_call", "chained")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", RIGHT_WITHOUT_PIPELINE)
 def test_a_pipeline_says_that_no_other_model_gets_gradients(

@@ -111,12 +111,14 @@ PROGRAMS: dict[str, tuple[Program, Constraints]] = {
 }
 
 
+@pytest.mark.by_day("auxiliary of targets", "of four stages", "twice")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_module_between_blocks_has_the_numbers_of_one_device(world2: World, name: str) -> None:
     right(world2, *PROGRAMS[name])
 
 
+@pytest.mark.by_day("0")
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_data_parallel_ranks_too(world4: World, zero: int) -> None:

@@ -148,6 +148,7 @@ def trained(name: str, run: Run) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("between-blocks-reassigned-constraints6")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "constraints"), CASES)
 def test_every_rank_has_the_buffers_of_one_device(
@@ -156,6 +157,7 @@ def test_every_rank_has_the_buffers_of_one_device(
     right(world2, partial(trained, name), constraints)
 
 
+@pytest.mark.by_day("2-between-blocks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "name"), [(1, "reassigned"), (2, "between-blocks"), (3, "reassigned")]

@@ -18,7 +18,6 @@ import vescale
 from vescale_testing import World
 
 from .crossing_models import MODELS, ROWS, make
-from .nightly import nightly
 from .plans import PARTS, PP, Constraints, make_plan
 from .test_pipeline_schedules import constraints_of
 from .training import whole
@@ -110,6 +109,12 @@ def compared(name: str, constraints: Constraints, dtype: torch.dtype) -> None:
 AT_NIGHT = [("parts", "1f1b"), ("named_parts", "interleaved_1f1b"), ("mixing", "1f1b")]
 
 
+@pytest.mark.by_day(
+    "two_streams-interleaved_1f1b",
+    "written-1f1b",
+    "written-interleaved_1f1b",
+    "llava-interleaved_1f1b",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
@@ -122,13 +127,14 @@ def test_two_ranks_have_the_bits_of_one_device(world2: World, name: str, schedul
     world2.run(compared, name, constraints_of(schedule, 2, 4), torch.float32)
 
 
+@pytest.mark.by_day("two_streams-interleaved_1f1b")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
         ("t5", "1f1b"),
         ("two_streams", "interleaved_1f1b"),
-        nightly("mixing", "interleaved_1f1b"),
+        ("mixing", "interleaved_1f1b"),
         ("whisper", "gpipe"),
     ],
 )
@@ -136,6 +142,7 @@ def test_four_ranks_too(world4: World, name: str, schedule: str) -> None:
     world4.run(compared, name, constraints_of(schedule, 4, 4), torch.float32)
 
 
+@pytest.mark.by_day("dualpipev", "interleaved_zero_bubble")
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved_zero_bubble"])
 def test_weight_gradients_apart_too(world2: World, schedule: str) -> None:

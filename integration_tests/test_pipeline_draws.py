@@ -20,7 +20,6 @@ from vescale_ckpt import RngState
 from vescale_testing import World
 
 from .models import batches
-from .nightly import nightly
 from .plans import DP, PARTS, PP, SCHEDULE, TP, VIRTUAL, ZERO, Constraints, make_plan
 from .test_pipeline_schedules import Loss
 from .training import whole
@@ -185,6 +184,7 @@ SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "zbv"]
 BY_DAY = {*zip(MODELS, SCHEDULES * 2)}  # noqa: B905
 
 
+@pytest.mark.by_day("hand_written-gpipe", "gpt2-eager-1f1b")
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [
@@ -201,6 +201,7 @@ def test_stages_draw_what_one_device_draws(world2: World, name: str, schedule: s
     check(world2, name, plan_of(schedule, 2, 4))
 
 
+@pytest.mark.by_day("gpt2-sdpa-1f1b")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), [("hand_written", "zbv"), ("gpt2-sdpa", "1f1b")])
 def test_four_stages_too(world4: World, name: str, schedule: str) -> None:
@@ -225,13 +226,14 @@ def test_blocks_that_run_again_draw_the_same_again(world2: World, kind: str) -> 
         world2.run(compared, checkpointed, plan_of("1f1b", 2, 4))
 
 
+@pytest.mark.by_day("hand_written-others1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "others"),
     [
-        nightly("hand_written", {DP: 2}),
+        ("hand_written", {DP: 2}),
         ("hand_written", {DP: 2, ZERO: 3, "recompute": "full"}),
-        nightly("gpt2-eager", {TP: 2}),
+        ("gpt2-eager", {TP: 2}),
         ("gpt2-sdpa", {TP: 2, "recompute": "full"}),
     ],
 )
@@ -288,6 +290,7 @@ def resumed(directory: str, before: Constraints, after: Constraints) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.by_day("zbv")
 @pytest.mark.slow
 @pytest.mark.parametrize("after", ["zbv", "gpipe"])
 def test_a_run_that_resumes_draws_on(world2: World, tmp_path: Path, after: str) -> None:

@@ -223,6 +223,7 @@ def last_batch(run: Run) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("closures", "defined_backwards", "last_batch")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
@@ -287,6 +288,7 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
+@pytest.mark.by_day("left_out", "auxiliary")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_pipeline_cannot_run_is_refused(world2: World, tmp_path: Path, case: str) -> None:

@@ -94,6 +94,7 @@ def global_sums() -> tuple[float, int]:
     return min(found), len(found)
 
 
+@pytest.mark.by_day("opt")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_hooks_of_all_stages_see_what_those_of_one_device_see(world2: World, name: str) -> None:

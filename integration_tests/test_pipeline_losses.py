@@ -14,7 +14,6 @@ from torch.optim import SGD
 import vescale
 from vescale_testing import World
 
-from .nightly import nightly_but
 from .plans import PARTS, PP, SCHEDULE, VIRTUAL, Constraints, make_plan
 from .test_pipeline_schedules import SCHEDULES
 from .training import whole
@@ -117,6 +116,7 @@ def outside(constraints: Constraints, by_position: bool = False) -> list[Tensor]
     return kept
 
 
+@pytest.mark.by_day("gpipe", "looped_bfs", "interleaved_zero_bubble")
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_loss_outside_of_the_model_has_the_bits_of_one_device(
@@ -147,6 +147,13 @@ def loss_and_others(kind: str, at: str | int, constraints: Constraints) -> list[
         return [found, others, list(model(x).values())]
 
 
+@pytest.mark.by_day(
+    "False-named-ce-ce",
+    "False-tuple-1-1",
+    "True-loss-loss-None",
+    "True-named-ce-ce",
+    "True-tuple-1-1",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "at", "named"),
@@ -280,8 +287,9 @@ def habits(kind: str, constraints: Constraints | None) -> list[Tensor]:
     return [*kept, *(whole(p).detach() for p in model.parameters())]
 
 
+@pytest.mark.by_day("dict")
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", nightly_but(["gpt2", "llama", "dict"], "gpt2", "dict"))
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "dict"])
 def test_a_loop_of_one_device_runs_unchanged(world2: World, kind: str) -> None:
     expected = habits(kind, None)
     for found in world2.run(habits, kind, PIPELINE):

@@ -58,6 +58,7 @@ def trained(run: Run, metric: str, *, reads: bool = True, evaluates: bool = True
     run.finish(model)
 
 
+@pytest.mark.by_day("2 parts-mean", "4 parts-accuracy")
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["accuracy", "constant", "mean"])
 @pytest.mark.parametrize("plan", [PIPELINE, {PP: 2, PARTS: 4}], ids=["2 parts", "4 parts"])
@@ -74,6 +75,7 @@ def test_what_is_no_mean_says_so_where_it_is_read(world2: World, metric: str) ->
     check(world2, ValueError, message, both, functools.partial(trained, metric=metric), PIPELINE)
 
 
+@pytest.mark.by_day("pp x dp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [PIPELINE, {PP: 2, PARTS: 2, DP: 2}], ids=["pp", "pp x dp"])
 def test_what_is_no_mean_and_is_not_read_changes_nothing(
@@ -91,6 +93,7 @@ def test_of_several_pipelines_it_is_not_returned_in_evaluation_either(world4: Wo
     check(world4, ValueError, r"is not the mean of what micro-batches", both, program, plan)
 
 
+@pytest.mark.by_day("mean")
 @pytest.mark.slow
 @pytest.mark.parametrize("metric", ["accuracy", "mean"])
 def test_means_over_rows_of_several_pipelines(world4: World, metric: str) -> None:

@@ -18,6 +18,7 @@ def training(run: Run) -> None:
     run.train(Plain())
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_data_parallel_pipelines_have_the_numbers_of_one_device(world4: World, zero: int) -> None:

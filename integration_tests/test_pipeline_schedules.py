@@ -16,7 +16,6 @@ import vescale
 from vescale_testing import World
 
 from .models import HandWritten, batches
-from .nightly import nightly
 from .plans import DP, PARTS, PP, SCHEDULE, TP, VIRTUAL, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -178,6 +177,7 @@ def magnitudes_of_parts(model: nn.Module, microbatches: int) -> Tensor:
     return total
 
 
+@pytest.mark.by_day("bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_tied_weight_is_summed_over_micro_batches_on_each_stage_first(
@@ -198,6 +198,7 @@ CASES = [(schedule, 4) for schedule in SCHEDULES] + [
 ]  # fmt: skip
 
 
+@pytest.mark.by_day("gpipe-4", "1f1b-4", "looped_bfs-4", "dualpipev-4")
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "microbatches"), CASES)
 def test_two_ranks_have_the_bits_of_one_device(
@@ -206,14 +207,16 @@ def test_two_ranks_have_the_bits_of_one_device(
     _check(world2, "hand_written", schedule, 2, microbatches)
 
 
+@pytest.mark.by_day("llama-zbv")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "schedule"), [("llama", "zbv"), ("gpt2", "dualpipev")])
 def test_models_of_transformers_too(world2: World, name: str, schedule: str) -> None:
     _check(world2, name, schedule, 2, 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", nightly("dualpipev")])
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "dualpipev"])
 def test_four_ranks_too(world4: World, schedule: str) -> None:
     _check(world4, "hand_written", schedule, 4, 8)
 
@@ -242,6 +245,7 @@ def composed(constraints: Constraints) -> list[str]:
     return [str(each.message) for each in caught if "computes them together" in str(each.message)]
 
 
+@pytest.mark.by_day("others3-would run blocks again")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("others", "why"),

@@ -149,6 +149,7 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 NAMES = ("universal", "in_turns", "around_again", "albert", "albert_two_groups", "albert_inner")
 
 
+@pytest.mark.by_day("in_turns-interleaved_1f1b")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule"),
@@ -236,6 +237,7 @@ def resumed(name: str, path: Path, before: Constraints, then: Constraints) -> No
     close(found["losses"], expected["losses"][1:])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_plan_of_another_size_goes_on(world4: World, tmp_path: Path) -> None:
     world4.run(resumed, "in_turns", tmp_path, {PP: 2, PARTS: 2, DP: 2, ZERO: 1}, {PP: 4, PARTS: 4})

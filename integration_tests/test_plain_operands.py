@@ -145,6 +145,17 @@ def check(world: World, loop: Loop, plan: str) -> None:
             torch.testing.assert_close(found[name], parameter, rtol=1e-12, atol=1e-14, msg=name)
 
 
+@pytest.mark.by_day(
+    "head_in_the_loop-dp",
+    "head_in_the_loop-zero2",
+    "head_in_the_loop-zero3",
+    "temperature-zero3",
+    "weighted_loss-zero2",
+    "weighted_loss-zero3",
+    "preconditioned-dp",
+    "preconditioned-zero2",
+    "preconditioned-zero3",
+)
 @pytest.mark.parametrize("plan", ["dp", "zero2", "zero3"])
 @pytest.mark.parametrize("loop", DIFFERENT)
 def test_what_a_rank_made_of_its_rows_beside_parameters_is_refused(
@@ -154,6 +165,15 @@ def test_what_a_rank_made_of_its_rows_beside_parameters_is_refused(
         assert "in test_plain_operands.py, line " in said
 
 
+@pytest.mark.by_day(
+    "penalty-zero2",
+    "penalty-tp",
+    "masked_gradients-dp",
+    "masked_gradients-zero3",
+    "masked_gradients-tp",
+    "evaluated-tp",
+    "watched_by_one_rank-tp",
+)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("loop", SAME)
 def test_what_is_the_same_on_all_ranks_trains_as_on_one_device(

@@ -18,7 +18,6 @@ from vescale_testing import World
 
 from .experts import AllInDouble, adamw, build, rows_of, tokens
 from .fake_ranks import WARM_UP
-from .nightly import nightly
 from .plans import DP, EP, PP, TP, ZERO, Constraints, make_plan
 
 H100 = Cluster.preset("h100")
@@ -99,6 +98,7 @@ def check_memory(world: World, family: str, constraints: Constraints) -> None:
 FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3")
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_memory_of_mixtral_is_what_four_ranks_hold(world4: World, zero: int) -> None:
@@ -151,10 +151,11 @@ def kept(family: str, plan: Constraints | None) -> int:
     return sum(nbytes for nbytes, _ in found.values())
 
 
+@pytest.mark.by_day("mixtral")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
-    ["mixtral", *(nightly(each) for each in FAMILIES[1:])],
+    ["mixtral", *FAMILIES[1:]],
 )
 def test_activations_of_ranks_that_share_experts_are_on_average_those_of_one_device(
     world2: World, family: str
@@ -223,8 +224,9 @@ def sent(plan: Constraints) -> int:
     return sum(event.nbytes for event in found if event.dtype == torch.float32)
 
 
+@pytest.mark.by_day("2-none-4")
 @pytest.mark.slow
-@pytest.mark.parametrize(("recompute", "times"), [("none", 4), nightly("full", 6)])
+@pytest.mark.parametrize(("recompute", "times"), [("none", 4), ("full", 6)])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_send_the_bytes_that_are_priced(
     world4: World, recompute: str, times: int, size: int
@@ -258,12 +260,13 @@ def sent_for_data(family: str, plan: Constraints) -> int:
     return sum(e.nbytes for e in counter.events if e.kind != "all_to_all" and e.nbytes > 2**10)
 
 
+@pytest.mark.by_day("1-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "size"),
     [
         (1, 2),
-        *(nightly(z, n) for z, n in [(0, 2), (2, 2), (0, 4)]),
+        *[(0, 2), (2, 2), (0, 4)],
     ],
 )
 def test_gradients_of_experts_are_sent_to_the_ranks_that_have_them(

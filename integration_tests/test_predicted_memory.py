@@ -27,7 +27,6 @@ from vescale_parallel import ParallelPlan, with_constraints
 from vescale_planner import Cluster, predict
 
 from .fake_ranks import rank_0_of
-from .nightly import nightly, nightly_but
 
 pytestmark = [
     pytest.mark.slow,
@@ -132,14 +131,15 @@ def batch_of(family: str, rows: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.by_day("llama, its end trained-said5")
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
         ("llama with adapters", {DP: 1}),
-        nightly("llama with adapters", {DP: 8, ZERO: 1}),
-        nightly("llama with adapters", {DP: 8, ZERO: 2, "recompute": "full"}),
+        ("llama with adapters", {DP: 8, ZERO: 1}),
+        ("llama with adapters", {DP: 8, ZERO: 2, "recompute": "full"}),
         ("llama with adapters", {DP: 8, ZERO: 3}),
-        nightly("llama, its end trained", {DP: 1}),
+        ("llama, its end trained", {DP: 1}),
         ("llama, its end trained", {DP: 8, ZERO: 2}),
     ],
 )
@@ -149,28 +149,30 @@ def test_frozen_parameters_have_no_gradients_and_no_states(
     check(kind, said)
 
 
+@pytest.mark.by_day("vit-said5")
 @pytest.mark.parametrize(
     ("family", "said"),
     [
-        nightly("llama", {DP: 1}),
-        nightly("llama", {DP: 8, ZERO: 1}),
-        nightly("llama", {DP: 8, ZERO: 2, "precision.reduce": "float32", ACCUMULATE: 2}),
-        nightly("llama", {DP: 8, ZERO: 3}),
-        nightly("vit", {DP: 8, ACCUMULATE: 2}),
+        ("llama", {DP: 1}),
+        ("llama", {DP: 8, ZERO: 1}),
+        ("llama", {DP: 8, ZERO: 2, "precision.reduce": "float32", ACCUMULATE: 2}),
+        ("llama", {DP: 8, ZERO: 3}),
+        ("vit", {DP: 8, ACCUMULATE: 2}),
         ("vit", {DP: 8, ZERO: 1, ACCUMULATE: 2}),
-        nightly("vit", {DP: 8, ZERO: 2, "precision.reduce": "float32"}),
+        ("vit", {DP: 8, ZERO: 2, "precision.reduce": "float32"}),
     ],
 )
 def test_parameters_of_float32_that_compute_in_bfloat16(family: str, said: dict[str, Any]) -> None:
     check(family, {**said, "precision.param": "bfloat16"})
 
 
+@pytest.mark.by_day("said0")
 @pytest.mark.parametrize(
     "said",
     [
         {ZERO: 1, COPIES: 2, "data_parallel.reduction": "library"},
-        nightly({ZERO: 2, COPIES: 4}),
-        nightly({ZERO: 3, COPIES: 2}),
+        {ZERO: 2, COPIES: 4},
+        {ZERO: 3, COPIES: 2},
         {ZERO: 3, COPIES: 2, "data_parallel.replicate_zero_stage": 1},
     ],
 )
@@ -215,6 +217,7 @@ def _changes(seen: Any) -> Iterator[int]:
         yield each.nbytes()
 
 
+@pytest.mark.by_day("llama-size 1")
 @pytest.mark.parametrize(
     "said",
     [
@@ -228,22 +231,23 @@ def _changes(seen: Any) -> Iterator[int]:
     ],
     ids=lambda said: ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in said.items()),
 )
-@pytest.mark.parametrize("family", nightly_but(["llama", "gpt2", "vit"], "llama"))
+@pytest.mark.parametrize("family", ["llama", "gpt2", "vit"])
 def test_predicted_memory_is_what_the_allocator_gives_out(
     family: str, said: dict[str, Any]
 ) -> None:
     check(family, said)
 
 
+@pytest.mark.by_day("vit-2-full")
 @pytest.mark.parametrize(
     ("family", "again", "mode"),
     [
-        nightly("llama", 1, "full"),
-        nightly("llama", 1, "selective"),
-        nightly("llama", 3, "full"),
+        ("llama", 1, "full"),
+        ("llama", 1, "selective"),
+        ("llama", 3, "full"),
         ("llama", 3, "selective"),
         ("vit", 2, "full"),
-        nightly("vit", 2, "selective"),
+        ("vit", 2, "selective"),
     ],
 )
 def test_some_blocks_that_run_again_are_priced_as_their_share(
@@ -254,6 +258,7 @@ def test_some_blocks_that_run_again_are_priced_as_their_share(
     check(family, {DP: 8, ZERO: 2, "recompute": dict.fromkeys(names[:again], mode)})
 
 
+@pytest.mark.by_day("none")
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_matrices_that_pack_attention_and_mlp_are_priced_as_ranks_share_them(mode: str) -> None:
     cluster, example = Cluster.preset("cpu"), batch_of("fused", ROWS)

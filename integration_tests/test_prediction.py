@@ -15,7 +15,6 @@ from vescale_parallel import data_parallel_rank
 from vescale_testing import World
 
 from .families import InDouble
-from .nightly import nightly_but
 from .plans import (
     DP,
     PARTS,
@@ -252,23 +251,26 @@ OUTPUTS = [
 TOKENS = [*(("llama", plan) for plan in PLANS), ("gpt2", "dp"), ("gpt2", "pp")]
 
 
+@pytest.mark.by_day(
+    "classifier-dp", "classifier-zero3", "classifier-tp", "classifier-pp-interleaved"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "plan"),
-    nightly_but(
-        OUTPUTS, *(("classifier", plan) for plan in PLANS), ("llama", "pp"), ("vit", "zero3")
-    ),
+    OUTPUTS,
 )
 def test_outputs_without_labels_are_one_devices(world2: World, kind: str, plan: str) -> None:
     right(world2, outputs_without_labels, kind, PLANS[plan])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", nightly_but(FOUR, "pp-zero3"))
+@pytest.mark.parametrize("plan", FOUR)
 def test_outputs_of_several_axes_are_one_devices(world4: World, plan: str) -> None:
     right(world4, outputs_without_labels, "llama", FOUR[plan])
 
 
+@pytest.mark.by_day("tp", "pp-interleaved")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["tp", "pp", "pp-interleaved"])
 def test_all_that_a_model_returns_comes_back(world2: World, plan: str) -> None:
@@ -286,8 +288,9 @@ def test_a_pipeline_predicts_between_steps(world2: World, plan: str) -> None:
     right(world2, in_training_mode, "classifier", PLANS[plan])
 
 
+@pytest.mark.by_day("llama-tp")
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "plan"), nightly_but(TOKENS, ("llama", "tp"), ("gpt2", "pp")))
+@pytest.mark.parametrize(("kind", "plan"), TOKENS)
 def test_generated_tokens_are_one_devices(world2: World, kind: str, plan: str) -> None:
     right(world2, generation, kind, PLANS[plan])
 

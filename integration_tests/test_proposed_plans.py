@@ -75,6 +75,7 @@ def test_plans_for_one_rank_run(name: str, world1: World) -> None:
     _assert_runs(name, world1, 1)
 
 
+@pytest.mark.by_day("encoder and decoder", "no blocks", "convolutions", "only buffers")
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_for_two_ranks_run(name: str, world2: World) -> None:
     _assert_runs(name, world2, 2)

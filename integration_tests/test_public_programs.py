@@ -79,6 +79,7 @@ def test_what_differs_by_more_than_rounding_had_a_warning() -> None:
             assert max(differences, default=0.0) < (1e-5 if name in inexact else 1e-10), plan
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_program_is_measured_under_a_plan(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")

@@ -94,6 +94,9 @@ PLANS: dict[str, tuple[Constraints, int]] = {
 }
 
 
+@pytest.mark.by_day(
+    "python-recomputed", "numpy-accumulated", "of both-1f1b", "of both-zero3-recomputed"
+)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", DRAWS)
 def test_forward_draws_the_numbers_of_one_device(world2: World, kind: str, plan: str) -> None:

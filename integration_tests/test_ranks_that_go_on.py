@@ -49,6 +49,7 @@ def _until(tokens: list[int], end: int) -> list[int]:
     return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
 
+@pytest.mark.by_day("zero1")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", STAGES)
 def test_ranks_whose_rows_end_earlier_do_not_keep_the_others_waiting(
@@ -100,6 +101,9 @@ def _gradients(plan: str, use_reentrant: bool) -> dict[str, Tensor]:
     return gradients(plan, use_reentrant=use_reentrant, is_parallel=True)
 
 
+@pytest.mark.by_day(
+    "dp-False", "dp-True", "zero1-False", "zero1-True", "zero2-False", "zero2-True", "zero3-False"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("plan", STAGES)
@@ -158,6 +162,7 @@ def test_blocks_of_a_pipeline_run_again_on_what_was_sent(world2: World) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.by_day("False-True-'blocks.0', which is on another stage .* around several blocks*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("use_reentrant", "of_two", "message"),

@@ -12,7 +12,6 @@ import vescale
 from vescale_testing import World
 
 from .families import make
-from .nightly import nightly
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints, make_plan
 from .training import whole
 
@@ -53,17 +52,20 @@ def check(world: World, family: str, constraints: Constraints, **given: Any) -> 
             torch.testing.assert_close(grads_again[name], grad, rtol=0, atol=atol, msg=name)
 
 
+@pytest.mark.by_day("llama", "bert")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_transformers_are_recomputed_as_they_are(world2: World, family: str) -> None:
     check(world2, family, {DP: 2, ZERO: 3})
 
 
-@pytest.mark.parametrize("family", ["llama", *(nightly(f) for f in FAMILIES[1:])])
+@pytest.mark.by_day("llama")
+@pytest.mark.parametrize("family", ["llama", *FAMILIES[1:]])
 def test_cut_sequences_are_recomputed_as_they_are(world2: World, family: str) -> None:
     check(world2, family, {TP: 2, SEQUENCE: True})
 
 
-@pytest.mark.parametrize("family", ["llama", nightly("t5")])
+@pytest.mark.by_day("llama")
+@pytest.mark.parametrize("family", ["llama", "t5"])
 def test_a_cache_that_was_asked_for_is_as_it_was_before_the_first_run(
     world2: World, family: str
 ) -> None:

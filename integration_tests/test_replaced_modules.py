@@ -53,6 +53,7 @@ class Chooses(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.by_day("constraints0", "constraints1")
 @pytest.mark.parametrize("constraints", [{DP: 2}, {DP: 2, ZERO: 3}, {PP: 2, PARTS: 2}])
 def test_a_module_is_replaced_in_the_first_call(constraints: Constraints) -> None:
     batch = {"x": torch.randn(4, 6, 8), "targets": torch.arange(24).view(4, 6) % 4}

@@ -26,6 +26,7 @@ CASES: list[tuple[Program, str]] = [
 ]
 
 
+@pytest.mark.by_day("equilibrium-zero2", "equilibrium-zero3", "points-dp", "state_spaces-pp")
 @pytest.mark.slow
 @pytest.mark.parametrize(("program", "plan"), CASES)
 def test_a_program_of_research_gives_the_numbers_of_one_device(

@@ -18,7 +18,6 @@ from vescale_ckpt import RngState
 from vescale_testing import World
 
 from .models import HandWritten, build
-from .nightly import nightly, nightly_but
 from .plans import DP, FOUR, ONE, PARTS, PP, TWO, ZERO, Constraints, make_plan
 from .training import samples, whole
 
@@ -173,10 +172,9 @@ def check(
             torch.testing.assert_close(outcome.parameters[fqn], parameter, rtol=0, atol=1e-10)
 
 
+@pytest.mark.by_day("nothing-dp", "zero3-on-host-nothing")
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"), nightly_but(SLICE, *(each for each in SLICE if each[0] in IN_CI))
-)
+@pytest.mark.parametrize(("before", "after"), SLICE)
 def test_training_goes_on_under_another_plan_and_world_size(
     worlds: dict[int, World], tmp_path: Path, before: str, after: str
 ) -> None:
@@ -184,14 +182,15 @@ def test_training_goes_on_under_another_plan_and_world_size(
     check(worlds, tmp_path / "checkpoint", "hand_written", before, after, deferred=deferred)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "deferred"),
     [
         ("pp-zero1", "tp", False),
-        nightly("pp-zero1", "tp", True),
-        nightly("zero3", "pp-tp", False),
-        nightly("zero3", "pp-tp", True),
+        ("pp-zero1", "tp", True),
+        ("zero3", "pp-tp", False),
+        ("zero3", "pp-tp", True),
     ],
 )
 def test_tied_weights_go_on_under_another_plan_and_world_size(

@@ -80,6 +80,7 @@ def uninterrupted() -> tuple[list[float], dict[str, Tensor]]:
     return losses[STEPS:], {n: p.detach() for n, p in state["model"].named_parameters()}
 
 
+@pytest.mark.by_day("by hand-alone", "parallelized-alone")
 @pytest.mark.slow
 @pytest.mark.parametrize(("saved", "loaded"), [
     ("alone", "by hand"), ("alone", "parallelized"), ("by hand", "parallelized"),

@@ -137,6 +137,7 @@ def _on_rank(path: str, name: str, extra: dict[str, Any]) -> None:
     check(path, {**constraints, **extra}, data)
 
 
+@pytest.mark.by_day("planned noisy", "stream", "ready", "ready shuffled", "ready generator")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DATA)
 def test_a_run_resumed_within_an_epoch_draws_what_it_would_have_drawn(

@@ -65,6 +65,7 @@ def test_attention_of_other_kinds_in_a_ring_of_four(world4: World, name: str) ->
     check(world4, {CP: 4, **RING}, family, **more)
 
 
+@pytest.mark.by_day("gemma2", "encoder")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "t5", "encoder"])
 def test_what_a_ring_does_not_know_attends_to_keys_of_all_ranks(

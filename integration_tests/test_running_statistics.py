@@ -67,6 +67,7 @@ def _compare(constraints: dict[str, Any]) -> None:
     assert torch.equal(model(own).detach(), alone(x.to(torch.bfloat16)).detach())
 
 
+@pytest.mark.by_day("1-said0", "2-said2")
 @pytest.mark.parametrize(
     ("size", "said"),
     [(1, {}), (2, DP2), (2, {**DP2, "data_parallel.zero_stage": 3, "recompute": "full"})],

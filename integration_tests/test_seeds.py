@@ -74,6 +74,15 @@ def train_unseeded(way: str, constraints: Constraints) -> tuple[list[str], list[
     return [str(each.message) for each in caught], same, torch.equal(torch.get_rng_state(), after)
 
 
+@pytest.mark.by_day(
+    "dp-eager",
+    "dp-deferred",
+    "zero3-eager",
+    "zero3-deferred",
+    "tp-deferred",
+    "pp-eager",
+    "pp-deferred",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("plan", PLANS)

@@ -89,6 +89,7 @@ def same_bits(founds: list[Found]) -> None:
             assert torch.equal(grads_again[name], grad), name
 
 
+@pytest.mark.by_day("gpt2-zero3-False")
 @pytest.mark.parametrize(("family", "plan", "autocast"), CASES)
 def test_what_is_kept_changes_no_bit(
     world2: World, family: str, plan: str, autocast: bool

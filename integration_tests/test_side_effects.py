@@ -20,12 +20,14 @@ PLANS: dict[str, Constraints] = {
 }
 
 
+@pytest.mark.by_day("zero3", "zero3-recompute", "tp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp", "zero3", "zero3-recompute", "tp"])
 def test_losses_in_a_global_list_are_those_of_the_call(world2: World, plan: str) -> None:
     right(world2, habits.added_by_the_loop, PLANS[plan])
 
 
+@pytest.mark.by_day("added_beside_a_norm", "added_in_forward", "filled")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [habits.added_beside_a_norm, habits.added_in_forward, habits.counted, habits.filled]

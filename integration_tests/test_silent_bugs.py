@@ -93,6 +93,7 @@ def sequential(run: Run) -> None:
     run.train(Activated(nn.GELU()))
 
 
+@pytest.mark.by_day("residual_outside", "relu_outside", "sequential")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
@@ -111,6 +112,7 @@ def frozen_below(run: Run) -> None:
     run.train(model, given=batches(3))
 
 
+@pytest.mark.by_day("zero2", "zero3", "pp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ALL)
 def test_all_but_a_few_parameters_may_be_frozen(world2: World, plan: str) -> None:
@@ -200,6 +202,15 @@ WRONG_PLANS: dict[str, tuple[Program, dict[str, str]]] = {
 }
 
 
+@pytest.mark.by_day(
+    "qkv_not_interleaved",
+    "one_block_forgotten",
+    "head_without_gather",
+    "tied_head",
+    "output_of_whole",
+    "output_not_replicated",
+    "grad_replicated",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_PLANS)
 def test_a_wrong_sharding_plan_is_refused(world2: World, name: str) -> None:

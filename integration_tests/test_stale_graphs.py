@@ -185,6 +185,7 @@ PLANS: dict[str, Constraints] = {
 AT_NIGHT = ("zero2", "prefetched", "kept")
 
 
+@pytest.mark.by_day("dp", "zero1")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.nightly] * (name in AT_NIGHT)) for name in PLANS],

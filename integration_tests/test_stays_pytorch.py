@@ -482,6 +482,29 @@ FOR_LLAMA = [embedding_gradient, generation, generation_by_hand, evaluation]
 either_sequence = pytest.mark.parametrize("sequence", [False, True])
 
 
+@pytest.mark.by_day(
+    "block_recomputed_reentrant-False",
+    "block_recomputed_reentrant-True",
+    "own_function-False",
+    "own_function-True",
+    "functional_with_own_parameters-False",
+    "functional_with_own_parameters-True",
+    "functional_inside-False",
+    "functional_inside-True",
+    "loading-False",
+    "loading-True",
+    "optimizer_state-False",
+    "optimizer_state-True",
+    "evaluation-False",
+    "accumulation-False",
+    "accumulation-True",
+    "frozen-False",
+    "frozen-True",
+    "unused-False",
+    "unused-True",
+    "keyword_embedding-False",
+    "keyword_embedding-True",
+)
 @pytest.mark.slow
 @either_sequence
 @pytest.mark.parametrize("program", ANY)
@@ -491,6 +514,7 @@ def test_what_a_module_can_do_it_does_on_ranks(
     check(world2, program, "nanogpt", sequence=sequence)
 
 
+@pytest.mark.by_day("generation_by_hand-True", "evaluation-False", "evaluation-True")
 @pytest.mark.slow
 @either_sequence
 @pytest.mark.parametrize("program", FOR_LLAMA)
@@ -509,6 +533,7 @@ def test_whole_activations_are_seen_outside_of_regions(
     check(world2, program, kind)
 
 
+@pytest.mark.by_day("loss_in_parts", "loss_in_parts_reentrant")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adapted", "loss_in_parts", "loss_in_parts_reentrant"])
 def test_training_is_that_of_one_device(world2: World, kind: str) -> None:
@@ -584,6 +609,20 @@ def message(name: str, plan: str) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.by_day(
+    "pickle-False",
+    "pickle-True",
+    "functional-False",
+    "functional_part-False",
+    "functional_part-True",
+    "functional_part_whole-False",
+    "part-False",
+    "part-True",
+    "embedding-False",
+    "embedding-True",
+    "head-False",
+    "no_row-True",
+)
 @pytest.mark.slow
 @either_sequence
 @pytest.mark.parametrize("name", REFUSED)

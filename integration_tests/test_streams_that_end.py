@@ -11,7 +11,6 @@ from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, tokens
-from .nightly import nightly
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
 from .sharded_layers import compare
 
@@ -93,9 +92,10 @@ def test_attention_of_the_block_that_ends_a_stream_is_sharded_as_that_of_others(
     assert plan["blocks.*.attn.added_out.weight"] == "Shard(1)"
 
 
+@pytest.mark.by_day("{'tensor_parallel.size': 2}*")
 @pytest.mark.parametrize(
     "plan",
-    [{TP: 2}, nightly({TP: 2, "recompute": "full"})],
+    [{TP: 2}, {TP: 2, "recompute": "full"}],
     ids=str,
 )
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, plan: Constraints) -> None:

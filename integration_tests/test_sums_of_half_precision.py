@@ -112,6 +112,9 @@ PLANS: dict[str, tuple[int, dict[str, Any], bool]] = {
 }
 
 
+@pytest.mark.by_day(
+    "one rank", "dp2", "zero1", "pp2, zero bubble", "dp2, recomputed", "zero2, on the host"
+)
 @pytest.mark.parametrize("plan", PLANS)
 def test_micro_batches_are_added_up_in_the_dtype_of_reductions(
     request: pytest.FixtureRequest, plan: str

@@ -15,7 +15,6 @@ from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, hugging_face, tokens
-from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import SIZES, compare
 
@@ -81,6 +80,7 @@ def batch() -> dict[str, Tensor]:
     return tokens() | {"labels": tokens()["input_ids"]}
 
 
+@pytest.mark.by_day("False-gated", "False-biased", "True-mamba", "True-gated", "True-biased")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SQUEEZE)
 @pytest.mark.parametrize("sequence", [False, True])
@@ -100,12 +100,14 @@ def test_they_stay_whole_where_all_ranks_use_the_sum_alike() -> None:
     assert "which every rank computes whole" in str(found.left_whole)
 
 
+@pytest.mark.by_day("gated", "biased")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SQUEEZE)
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, name: str) -> None:
     compare(world2, build, name, {TP: 2})
 
 
+@pytest.mark.by_day("*'recompute': 'full'*")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "constraints"),
@@ -116,8 +118,8 @@ def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World, name: str
         ("gated", {TP: 2, DP: 2, ZERO: 3, "recompute": "full"}),
         ("mamba", {TP: 2, DP: 2, ZERO: 2}),
         ("biased", {TP: 2, DP: 2, ZERO: 1, "compile": "blocks", BACKEND: "aot_eager"}),
-        nightly("mamba", {TP: 2, PP: 2, PARTS: 2}),
-        nightly("mamba", {TP: 4}),
+        ("mamba", {TP: 2, PP: 2, PARTS: 2}),
+        ("mamba", {TP: 4}),
     ],
     ids=str,
 )
@@ -137,6 +139,7 @@ def generated(constraints: Constraints | None) -> Tensor:
     return model.generate(tokens()["input_ids"], max_new_tokens=6, do_sample=False)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_models_with_them_generate(world2: World) -> None:
     expected = generated(None)

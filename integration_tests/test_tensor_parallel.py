@@ -15,7 +15,6 @@ from vescale_dtensor import DTensor
 from vescale_testing import RankError, World
 
 from .families import FAMILIES, InDouble, make
-from .nightly import nightly, nightly_but
 from .plans import DP, SEQUENCE, TP, ZERO, Constraints
 
 # Models whose blocks flatten tokens between layers, or have no list of blocks.
@@ -78,6 +77,7 @@ def check(world: World, family: str, attention: str, constraints: Constraints) -
             )
 
 
+@pytest.mark.by_day("branching", "one_key_value_head", "vit", "gpt_neox")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_two_ranks_have_the_loss_and_gradients_of_one(world2: World, family: str) -> None:
@@ -85,26 +85,30 @@ def test_two_ranks_have_the_loss_and_gradients_of_one(world2: World, family: str
 
 
 # The others on four ranks below, all of them in a night.
+@pytest.mark.by_day("gemma2")
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "gemma2", "mixtral"])
 def test_cutting_the_sequence_changes_nothing(world2: World, family: str) -> None:
     check(world2, family, "eager", {TP: 2, SEQUENCE: True})
 
 
+@pytest.mark.by_day("nanogpt")
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["llama", "nanogpt", "t5"], "nanogpt"))
+@pytest.mark.parametrize("family", ["llama", "nanogpt", "t5"])
 def test_two_by_two_ranks_have_the_loss_and_gradients_of_one(world4: World, family: str) -> None:
     check(world4, family, "sdpa", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3})
 
 
+@pytest.mark.by_day("sdpa")
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", nightly_but(["eager", "sdpa"], "sdpa"))
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_ranks_share_key_value_heads_that_are_fewer(world4: World, attention: str) -> None:
     check(world4, "two_key_value_heads", attention, {TP: 4, SEQUENCE: attention == "sdpa"})
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("family", nightly_but(["qwen3", "bert", "vit"], "qwen3"))
+@pytest.mark.parametrize("family", ["qwen3", "bert", "vit"])
 def test_four_ranks_have_the_loss_and_gradients_of_one(world4: World, family: str) -> None:
     check(world4, family, "sdpa", {TP: 4, SEQUENCE: True})
 
@@ -113,13 +117,14 @@ OVERLAP = "tensor_parallel.overlap"
 
 
 # 12 tokens and rows: two parts of 6 without a cut sequence, of 3 of each rank's 6 with it.
+@pytest.mark.by_day("llama-False")
 @pytest.mark.parametrize(
     ("family", "sequence"),
     [
         ("llama", False),
         ("mixtral", True),
         *(
-            nightly(family, sequence)
+            (family, sequence)
             for family in ("llama", "gpt2", "t5", "bert", "mixtral")
             for sequence in (False, True)
             if (family, sequence) not in (("llama", False), ("mixtral", True))
@@ -137,6 +142,7 @@ def planned(family: str) -> None:
     vescale.generate_plan(model, {TP: 2, SEQUENCE: True}, world_size=2, example_batch=call)
 
 
+@pytest.mark.by_day("branching")
 @pytest.mark.parametrize("family", sorted(NO_SEQUENCE))
 def test_a_model_that_cannot_cut_its_sequence_is_refused_with_the_reason(family: str) -> None:
     why = "expected a list of blocks" if family == "branching" else "no way was found to shard"

@@ -155,6 +155,7 @@ def check_run(
     return seen
 
 
+@pytest.mark.by_day("cp")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["zero3", "tp", "cp", "pp", "recompute"])
 def test_spans_are_what_was_counted_and_change_no_bit(

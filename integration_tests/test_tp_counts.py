@@ -61,6 +61,7 @@ def test_two_layers_on_four_ranks_all_reduce_four_times_each_way(world4: World) 
     assert backward == (FOUR_ALL_REDUCES, NBYTES)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_with_the_sequence_cut_they_gather_and_scatter_four_times_each_way(
     world4: World,

@@ -65,6 +65,7 @@ def test_two_phases_under_different_plans_equal_one_device(tmp_path: Path) -> No
         assert "not calibrated" in line or line.endswith("within 25%")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path: Path) -> None:
     plan = tmp_path / "two_ranks.json"

@@ -117,6 +117,7 @@ def scaled(run: Run) -> None:
     run.finish(model)
 
 
+@pytest.mark.by_day("head-zero3", "prompt-dp", "prompt-zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["dp", "zero3"])
 @pytest.mark.parametrize("program", [head, prompt])
@@ -129,6 +130,7 @@ def test_what_each_rank_would_train_by_its_own_rows_is_refused(
     check(world2, ValueError, message, both, program, PLANS[plan])
 
 
+@pytest.mark.by_day("averaged")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [averaged, perturbed, weighed, scaled])
 def test_what_ranks_train_alike_or_for_rows_trains_as_on_one_device(

@@ -50,11 +50,13 @@ def mean_over_rows(run: Run) -> None:
     _train(run, Plain())
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_mean_over_targets_is_that_of_one_device(world2: World, plan: Constraints) -> None:
     right(world2, counted, plan)
 
 
+@pytest.mark.by_day("plan0")
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_mean_over_rows_is_refused(world2: World, plan: Constraints) -> None:
     message = "expected as many rows of a batch on every data-parallel rank for a scalar"

@@ -24,7 +24,6 @@ from vescale.cli.main import main
 
 from . import crossing_models, planted_in_steps
 from .families import CONFIGS, hugging_face, make
-from .nightly import nightly
 from .plans import (
     COPIES,
     CP,
@@ -75,8 +74,9 @@ RIGHT_AT_NIGHT: dict[str, tuple[str, Constraints]] = {
 }
 
 
+@pytest.mark.by_day("rows that meet", "zero2 in bfloat16")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RIGHT, *(nightly(name) for name in RIGHT_AT_NIGHT)])
+@pytest.mark.parametrize("name", [*RIGHT, *RIGHT_AT_NIGHT])
 def test_a_plan_that_is_right_passes(name: str) -> None:
     model, constraints = (RIGHT | RIGHT_AT_NIGHT)[name]
     build, batch = MODELS[model]
@@ -105,6 +105,18 @@ def test_a_parameter_that_code_uses_again_is_summed_by_stages() -> None:
 ALL_BUGS = BUGS | planted_in_steps.BUGS
 
 
+@pytest.mark.by_day(
+    "the gradient of what enters a column-wise layer is not summed*",
+    "gradients are summed over tensor-parallel ranks twice",
+    "batch norm normalizes over a rank's rows",
+    "micro-batches get the labels of the first",
+    "ranks draw masks of their own",
+    "a head on slices is given the targets of positions before",
+    "gradients of norms are those of a rank's part of the sequence*",
+    "parts of the sequence are gathered in another order",
+    "the learning rate is multiplied by the number of ranks",
+    "heads change places between ranks",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_BUGS)
 def test_a_planted_bug_is_found_where_it_is(name: str) -> None:
@@ -134,6 +146,7 @@ def test_low_precision_is_judged_by_what_rounding_does() -> None:
     assert report.passed, report
 
 
+@pytest.mark.by_day("a row-wise layer is not summed over ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
@@ -178,6 +191,7 @@ def test_batches_and_losses_of_many_forms() -> None:
     assert deferred.passed
 
 
+@pytest.mark.by_day("constraints0")
 @pytest.mark.parametrize("constraints", [{DP: 2, ZERO: 3}, {PP: 2, PARTS: 2}])
 def test_tokens_of_an_expert_are_in_the_order_of_its_choices(constraints: Constraints) -> None:
     """Where ranks have as many of an expert they could be taken for halves of one device's."""
@@ -311,6 +325,7 @@ class DropsTwice(nn.Module):
         return self.drop(x + first).square().mean()
 
 
+@pytest.mark.by_day("zbv-4", "looped_bfs-2")
 @pytest.mark.parametrize(
     ("schedule", "parts"), [("interleaved_1f1b", 4), ("zbv", 4), ("looped_bfs", 2)]
 )
@@ -331,6 +346,7 @@ class Chooses(nn.Module):
         return F.cross_entropy(self.score(self.up(x).tanh()).squeeze(-1), labels)
 
 
+@pytest.mark.by_day("constraints0")
 @pytest.mark.parametrize("constraints", [{DP: 2}, {DP: 4, ZERO: 2}])
 def test_a_gradient_that_is_nothing_but_rounding_is_measured_by_others(
     constraints: Constraints,
@@ -342,6 +358,7 @@ def test_a_gradient_that_is_nothing_but_rounding_is_measured_by_others(
         assert report.passed, report
 
 
+@pytest.mark.nightly
 def test_bits_of_a_pipeline_are_those_of_a_model_without_a_cache() -> None:
     """T5's keys and values are copied by a cache, and products of them rounded otherwise."""
     config = transformers.T5Config(
@@ -465,6 +482,7 @@ def test_the_command_verifies_a_plan(
     assert "has no 'bath'" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ranks_of_torchrun_are_compared_too(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(FILE)
@@ -511,6 +529,7 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.head(x) * 0.01, labels)
 
 
+@pytest.mark.by_day("*'data_parallel.size': 2*-0.1*")
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 @pytest.mark.parametrize("constraints", [{DP: 2}, {DP: 4, ZERO: 3}, {PP: 2, PARTS: 4}], ids=str)
 def test_gradients_whose_terms_cancel_round_with_their_size(

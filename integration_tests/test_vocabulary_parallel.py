@@ -277,18 +277,21 @@ def check(world: World, constraints: Constraints, cases: Sequence[Case]) -> None
 
 
 # 61 and 9 do not divide: ranks have other numbers of classes, the last of four has none of 9.
+@pytest.mark.by_day("61")
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [64, 61])
 def test_two_ranks_have_the_loss_and_gradients_of_one(world2: World, vocabulary: int) -> None:
     check(world2, {TP: 2}, [Case(vocabulary=vocabulary, loss=loss) for loss in [*MEANS, summed]])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [64, 61, 9])
 def test_four_ranks_have_the_loss_and_gradients_of_one(world4: World, vocabulary: int) -> None:
     check(world4, {TP: 4}, [Case(vocabulary=vocabulary, loss=loss) for loss in [*MEANS, summed]])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_of_which_some_count_no_target_have_the_loss_of_one(
@@ -411,6 +414,7 @@ def huggingface_ranks(name: str, constraints: Constraints) -> dict[str, Any]:
     return {**found, "best": found["best"].full_tensor()}
 
 
+@pytest.mark.by_day("gemma2")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_models_of_transformers_with_labels_have_the_loss_of_one_device(

@@ -14,7 +14,6 @@ from vescale_parallel import compile_report, explain, propose_sharding
 from vescale_testing import World
 
 from .families import VOCABULARY, tokens
-from .nightly import nightly
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
 from .sharded_layers import compare
 
@@ -127,6 +126,7 @@ def proposed(name: str, **options: Any) -> dict[str, str]:
     return dict(propose_sharding(build(name), "auto", 2, example_batch=tokens(), **options).plan)
 
 
+@pytest.mark.by_day("biased-False")
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", KINDS)
 def test_their_attention_is_sharded(name: str, sequence: bool) -> None:
@@ -163,7 +163,8 @@ def graphs_and_breaks(name: str) -> list[tuple[int, tuple[str, ...]]]:
     return [(block.num_graphs, block.breaks) for block in compile_report(model).values()]
 
 
-@pytest.mark.parametrize("name", ["causal", nightly("biased")])
+@pytest.mark.by_day("causal")
+@pytest.mark.parametrize("name", ["causal", "biased"])
 def test_compiled_blocks_have_one_graph(world2: World, name: str) -> None:
     for found in world2.run(graphs_and_breaks, name):
         assert found == [(1, ())] * 2
@@ -188,6 +189,7 @@ REST: list[tuple[str, Constraints]] = [
 ]
 
 
+@pytest.mark.by_day("*'compile': 'blocks'*")
 @pytest.mark.parametrize(("name", "plan"), CI, ids=str)
 def test_two_ranks_have_the_losses_and_gradients_of_one(
     world2: World, name: str, plan: Constraints
@@ -203,13 +205,14 @@ def test_two_ranks_have_them_under_other_plans(
     compare(world2, build, name, plan)
 
 
+@pytest.mark.by_day("*'data_parallel.size': 2*")
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
         ("causal", {TP: 2, PP: 2, PARTS: 2}),
         ("biased", {TP: 2, DP: 2, ZERO: 3}),
-        nightly("image", {TP: 4, SEQUENCE: True}),
-        nightly("biased", {TP: 2, PP: 2, PARTS: 2}),
+        ("image", {TP: 4, SEQUENCE: True}),
+        ("biased", {TP: 2, PP: 2, PARTS: 2}),
     ],
     ids=str,
 )

@@ -77,6 +77,7 @@ def _cases(names: Iterable[str]) -> list[Any]:
     ]
 
 
+@pytest.mark.by_day("clamped-zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stage"), [*_cases(KINDS)])
 def test_what_forward_writes_stays(world2: World, kind: str, stage: str) -> None:
@@ -117,6 +118,7 @@ def words(table: str, run: Run) -> None:
     run.train(Words(TABLES[table]()), given=given)
 
 
+@pytest.mark.by_day("bag-zero3")
 @pytest.mark.slow
 @pytest.mark.parametrize(("table", "stage"), _cases(TABLES))
 def test_tables_that_write_norms_or_have_sparse_gradients(
@@ -158,6 +160,7 @@ def call(kind: str, constraints: Constraints) -> None:
     model(run.part(rows()[0]))
 
 
+@pytest.mark.by_day("clamped-constraints0-a pipeline runs it several times")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "constraints", "message"),

@@ -82,11 +82,13 @@ def same(found: list[Tensor], expected: list[Tensor]) -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.by_day("block")
 @pytest.mark.parametrize("where", ["forward", "block"])
 def test_micro_batches_are_written_to_once(world1: World, where: str) -> None:
     same(world1.run(steps, ACCUMULATION, where)[0], steps(None, where))
 
 
+@pytest.mark.by_day("one part")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PIPELINES)
 def test_every_run_of_a_pipeline_begins_with_its_inputs(world2: World, plan: str) -> None:

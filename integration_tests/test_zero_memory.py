@@ -51,6 +51,7 @@ def _parallel(ranks: int, constraints: dict[str, Any]) -> Any:
     return vescale.parallelize(with_constraints(ParallelPlan(), said), llama(), adamw)
 
 
+@pytest.mark.by_day("stage 3, bfloat16 summed in float32")
 @pytest.mark.parametrize("name", BYTES)
 def test_bytes_of_a_parameter_element_and_step(name: str) -> None:
     ranks, (constraints, expected) = 64, BYTES[name]
@@ -159,6 +160,7 @@ APART = (3,)
 
 
 # What arrives of other ranks is as large as the largest group's gradients, however many they are.
+@pytest.mark.by_day("0-8")
 @pytest.mark.parametrize(("stage", "ranks"), [*((stage, 8) for stage in BESIDES), (3, 64)])
 def test_memory_between_steps_is_that_of_the_theory(stage: int, ranks: int) -> None:
     others = _references()
@@ -177,6 +179,7 @@ def test_memory_between_steps_is_that_of_the_theory(stage: int, ranks: int) -> N
     assert _held_besides(others) == pytest.approx(theory, rel=0.05)
 
 
+@pytest.mark.by_day("None")
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 def test_memory_of_copies_that_share_out_state_is_that_of_the_theory(dtype: str | None) -> None:
     ranks, copies, others = 8, 4, _references()
@@ -206,6 +209,7 @@ def test_memory_of_copies_that_share_out_state_is_that_of_the_theory(dtype: str 
     assert _held_besides(others) == pytest.approx(kept + compute * rows, rel=0.05)
 
 
+@pytest.mark.by_day("0")
 @pytest.mark.parametrize("stage", [0, 1])
 def test_nothing_is_kept_for_gradients_that_micro_batches_add_up_first(stage: int) -> None:
     """It would lie idle beside them: as much memory again."""

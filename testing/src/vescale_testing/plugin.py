@@ -1,4 +1,4 @@
-"""pytest plugin: worlds of ranks as fixtures; tests marked ``gpu`` only where there is one."""
+"""pytest plugin: worlds of ranks as fixtures, tests for GPUs and for the night."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 
 import pytest
 import torch
@@ -70,3 +71,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     wants_gpu = item.get_closest_marker("gpu") or os.environ.get("VESCALE_TEST_DEVICE") == "cuda"
     if wants_gpu and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` looks at marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark ``nightly`` the variants of tests that their mark ``by_day`` does not name."""
+    named: dict[tuple[str, str], bool] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("by_day")) is None:
+            continue
+        test, _, variant = item.nodeid.removesuffix("]").partition("[")
+        fits = {name: variant == name or fnmatchcase(variant, name) for name in mark.args}
+        if not any(fits.values()):
+            item.add_marker("nightly")
+        for name, fit in fits.items():
+            named[test, name] = fit or named.get((test, name), False)
+    unknown = [f"{test} has no variant {name!r}" for (test, name), fit in named.items() if not fit]
+    if unknown and not any("::" in arg for arg in config.args):  # a part of a test lacks some
+        raise pytest.UsageError("by_day: " + "; ".join(unknown))

@@ -30,6 +30,7 @@ def assert_sound(family: str) -> None:
             assert record[plan]["agree"] >= 0.85 * record[plan]["tensors"], record[plan]["differ"]
 
 
+@pytest.mark.by_day("gpt_neox", "qwen3")
 @pytest.mark.parametrize("family", _SLICE)
 def test_a_family_is_cut_soundly_and_as_transformers_would(family: str) -> None:
     assert_sound(family)

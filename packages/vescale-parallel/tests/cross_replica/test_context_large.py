@@ -45,6 +45,7 @@ def test_a_large_model_is_compared_with_the_weights_of_one_block() -> None:
     ContextGuard(model, 2, ids(), draws_by)
 
 
+@pytest.mark.nightly
 def test_what_differs_in_a_large_model_is_named() -> None:
     with pytest.raises(ValueError, match=r"'blocks\.0\.beside' returns something else"):
         ContextGuard(Deep(Summed(), Summed()), 2, ids(), draws_by)

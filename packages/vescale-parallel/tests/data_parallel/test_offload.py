@@ -114,6 +114,7 @@ PLANS: dict[str, Constraints] = {
 }  # fmt: skip
 
 
+@pytest.mark.by_day("one rank", "zero3")
 @pytest.mark.parametrize("name", PLANS)
 def test_a_plan_with_offload_has_the_bits_of_the_plan_without(
     in_threads: InThreads, name: str
@@ -143,6 +144,7 @@ PASSES = {
 }  # fmt: skip
 
 
+@pytest.mark.by_day("one rank", "one rank, zero3")
 @pytest.mark.parametrize("name", PASSES)
 def test_beside_a_device_nothing_is_read_before_it_is_there_and_nobody_waits_in_backward(
     in_threads: InThreads, name: str

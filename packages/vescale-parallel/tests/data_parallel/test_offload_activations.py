@@ -114,6 +114,7 @@ TWO: dict[str, Constraints] = {
 BY_DAY = ("1f1b", "zbv")
 
 
+@pytest.mark.by_day("1f1b")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

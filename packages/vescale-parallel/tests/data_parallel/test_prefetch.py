@@ -187,6 +187,7 @@ def _assert_same(got: list[list[Grads]], expected: list[list[Grads]]) -> None:
                 assert grad is None or (same is not None and torch.equal(grad, same)), name
 
 
+@pytest.mark.by_day("an_early_output_alone", "a_block_called_without_gradients")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.strip("_"))
 def test_the_bits_of_gradients_are_those_without_prefetch(
     in_threads: InThreads, program: Program
@@ -214,6 +215,7 @@ def _parameters_that_forward_changes(model: Any, rows: Callable[[Tensor], Tensor
         model(rows(ROWS))["loss"].backward()
 
 
+@pytest.mark.by_day("_parameters_that_forward_changes")
 @pytest.mark.parametrize("program", [_orders_that_change, _parameters_that_forward_changes])
 def test_passes_that_deviate_have_the_bits_that_they_have_without_prefetch(
     in_threads: InThreads, program: Program
@@ -283,6 +285,7 @@ def test_what_is_under_way_and_alive_as_each_block_runs(in_threads: InThreads, d
         assert most == depth + 1
 
 
+@pytest.mark.by_day("False")
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_blocks_that_are_recomputed_with_their_hooks(
     in_threads: InThreads, reentrant: bool

@@ -183,6 +183,19 @@ def check(in_threads: InThreads, program: Program, constraints: dict[str, Any]) 
                 assert torch.allclose(grad, parameter.grad, rtol=0, atol=1e-12), name
 
 
+@pytest.mark.by_day(
+    "two_forwards_first-1",
+    "one_graph_twice-0",
+    "two_outputs_together-2",
+    "two_outputs_apart-0",
+    "two_outputs_apart-3",
+    "an_early_output_alone-0",
+    "a_block_called_twice-2",
+    "a_block_called_without_gradients-0",
+    "frozen_after_a_step-0",
+    "trained_after_a_step-0",
+    "a_block_that_is_frozen-1",
+)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__.strip("_"))
 def test_gradients_are_those_of_one_device(
@@ -191,6 +204,7 @@ def test_gradients_are_those_of_one_device(
     check(in_threads, program, {"data_parallel.size": 2, "data_parallel.zero_stage": stage})
 
 
+@pytest.mark.by_day("_two_forwards_first-0")
 @pytest.mark.parametrize("shares_state", [0, 1])
 @pytest.mark.parametrize(
     "program", [_two_forwards_first, _a_block_called_twice, _values_changed_between_steps]

@@ -303,12 +303,14 @@ def test_a_list_whose_owner_keeps_what_its_latest_call_made_is_found() -> None:
     assert (found.fqn, others) == ("layers.0", {})
 
 
+@pytest.mark.by_day("Totalling")
 @pytest.mark.parametrize("kind", [Counting, Keeping, Totalling, Numbering])
 def test_a_list_whose_owner_adds_to_buffers_and_attributes_is_found(kind: type[Layer]) -> None:
     (found,), others = find_listed(Model(kind()))
     assert (others, found.draws, found.experts_draw) == ({}, False, False)
 
 
+@pytest.mark.by_day("RoutedAbove-layers.0.bank")
 @pytest.mark.parametrize(("kind", "owner"), [(Hashed, "layers.0"), (RoutedAbove, "layers.0.bank")])
 def test_a_list_that_is_called_experts_needs_no_router_beside_it(
     kind: Callable[[], nn.Module], owner: str
@@ -353,6 +355,14 @@ def test_finding_draws_and_changes_nothing() -> None:
     assert [*model.modules()] == children
 
 
+@pytest.mark.by_day(
+    "Parts-its forward does not call its experts",
+    "CountingOutside-adds to a list or to numbers outside of it",
+    "OfCounting-its experts write to their buffers, or keep something from call to call",
+    "Scaled-are not called with one tensor",
+    "CheckpointedAgain-calls its experts within torch.utils.checkpoint",
+    "tied-an expert and something else share a parameter",
+)
 @pytest.mark.parametrize(
     ("layer", "why"),
     [

@@ -174,6 +174,7 @@ CASES: dict[str, Constraints] = {
 }
 
 
+@pytest.mark.by_day("1f1b-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
@@ -245,6 +246,7 @@ def counted(every: str, zero: int) -> tuple[int, int, int, list[int]]:
     return len(reduced), nbytes, peak[0], waiting
 
 
+@pytest.mark.by_day("2")
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, 3])
 def test_whole_gradients_live_for_two_blocks_and_cost_a_reduction_each(

@@ -69,6 +69,7 @@ def order_of(zero: int) -> tuple[list[str], list[int]]:
     return done, reduced
 
 
+@pytest.mark.by_day("3")
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [0, 2, 3])
 def test_a_stage_is_reduced_when_its_last_backward_has_run(world4: World, zero: int) -> None:

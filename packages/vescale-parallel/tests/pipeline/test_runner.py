@@ -151,6 +151,9 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.by_day(
+    "2-1-1f1b-1", "2-4-1f1b-1", "2-8-gpipe-1", "2-4-zbv-2", "2-1-zbv-2", "2-8-dualpipev-2"
+)
 @pytest.mark.parametrize(("size", "microbatches", "schedule", "virtual"), CASES)
 def test_loss_and_gradients_of_all_stages_are_those_of_one_device(
     in_threads: InThreads, size: int, microbatches: int, schedule: str, virtual: int
@@ -184,6 +187,7 @@ class Sums(Model):
         return output
 
 
+@pytest.mark.by_day("2-4-1f1b-1-7", "3-4-gpipe-1-7", "2-4-zbv-2-5")
 @pytest.mark.parametrize("rows", [5, 7])
 @pytest.mark.parametrize(
     ("size", "microbatches", "schedule", "virtual"),
@@ -211,6 +215,9 @@ def test_micro_batches_of_other_numbers_of_rows_weigh_as_many(
         assert torch.allclose(found[name], parameter.grad, rtol=0, atol=ROUNDING), name
 
 
+@pytest.mark.by_day(
+    "4-4-gpipe-1", "2-4-interleaved_1f1b-2", "2-4-looped_bfs-2", "2-4-zbv-2", "2-8-dualpipev-2"
+)
 @pytest.mark.parametrize(("size", "microbatches", "schedule", "virtual"), CASES[1:])
 def test_ranks_do_what_the_simulator_ran_and_keep_no_more(
     in_threads: InThreads, size: int, microbatches: int, schedule: str, virtual: int
@@ -241,6 +248,7 @@ def test_ranks_do_what_the_simulator_ran_and_keep_no_more(
         assert num_kept == simulated.peak_sends[rank]
 
 
+@pytest.mark.by_day("2-4-1f1b-1", "2-4-looped_bfs-2", "2-1-zbv-2", "2-8-dualpipev-2")
 @pytest.mark.parametrize(("size", "microbatches", "schedule", "virtual"), CASES[1::2])
 def test_evaluation_reports_the_same_and_differentiates_nothing(
     in_threads: InThreads, size: int, microbatches: int, schedule: str, virtual: int

@@ -511,6 +511,9 @@ _SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.by_day(
+    "plain-bert", "plain-gemma2", "plain-gpt2", "plain-llama", "hidden states-gpt2"
+)
 @pytest.mark.parametrize("family", _FAMILIES)
 @pytest.mark.parametrize("tells_all", [False, True], ids=["plain", "hidden states"])
 def test_families_are_observed_as_if_all_blocks_were_run(

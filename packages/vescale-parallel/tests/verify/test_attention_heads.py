@@ -73,6 +73,9 @@ def assert_cut(found: ShardingProposal) -> None:
     assert found.plan["layers.*.out_proj.weight"] == "Shard(1)"
 
 
+@pytest.mark.by_day(
+    "with mean weights-2", "with every head's weights-2", "without bias-2", "sequence first-4"
+)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", CALLS)
 def test_every_option_is_that_of_one_device(name: str, size: int) -> None:
@@ -117,6 +120,7 @@ class Both(nn.Module):
         return self.inner(x, x.cos())
 
 
+@pytest.mark.by_day("Encoder-inner.layers.*.self_attn", "make1-inner.layers.*.self_attn")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "pattern"),

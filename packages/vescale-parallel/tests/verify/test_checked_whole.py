@@ -61,6 +61,29 @@ def found(name: str, size: int) -> ShardingProposal:
         return proposed(make, (given,), size)
 
 
+@pytest.mark.by_day(
+    "convolution stem-3",
+    "scaled head-2",
+    "weights read outside-2",
+    "blocks called twice-3",
+    "called by methods-2",
+    "borrowed layers-3",
+    "plain lists-2",
+    "parameter lists-2",
+    "parameter lists-3",
+    "parameter dicts-2",
+    "parameter dicts-3",
+    "layer scales-2",
+    "normed by hooks-2",
+    "normed by hooks-3",
+    "two tasks-2",
+    "one task-2",
+    "recomputed-2",
+    "buffered-2",
+    "squeeze and excite-2",
+    "tied modules-3",
+    "tied by function-3",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", MODELS)

@@ -69,6 +69,7 @@ def test_a_scaled_down_model_that_is_large_itself_is_not_scaled_again() -> None:
     assert plan["transformer.h.*.mlp.fc_out.weight"] == "Shard(1)"
 
 
+@pytest.mark.by_day("opt-sizes2-model.decoder.layers.*.fc1.weight")
 @pytest.mark.parametrize(
     ("family", "sizes", "cut"),
     [
@@ -85,6 +86,7 @@ def test_published_sizes_are_scaled_down(family: str, sizes: dict[str, Any], cut
     assert propose_sharding(model, "auto", 4).plan[cut] == "Shard(0)"
 
 
+@pytest.mark.by_day("olmoe")
 @pytest.mark.parametrize("family", ["olmoe", "deepseek_v3"])
 def test_experts_in_bfloat16_are_sharded(family: str) -> None:
     """Of DeepSeek-V3 beside blocks without experts, which have another module of that name."""
@@ -142,6 +144,7 @@ def test_of_text_and_images_both_models_are_scaled_down() -> None:
     assert plan["model.language_model.layers.*.self_attn.q_proj.weight"] == "Shard(0)"
 
 
+@pytest.mark.by_day("7b")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "hidden"), [("mamba", 2560), ("falcon_mamba", 4096)], ids=["2.8b", "7b"]
@@ -200,6 +203,7 @@ def test_mixers_with_heads_are_narrow_and_as_wide_as_their_heads(family: str, si
     assert mixer.num_heads * mixer.head_dim == mixer.intermediate_size
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bamba", "granitemoehybrid"])
 def test_of_one_group_of_states_all_layers_of_the_model_itself_are_sharded(family: str) -> None:
@@ -215,6 +219,7 @@ def test_of_one_group_of_states_all_layers_of_the_model_itself_are_sharded(famil
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_what_is_said_of_blocks_by_name_is_said_of_all_of_their_kind() -> None:
     """Of Nemotron-H, in which mixers, attention and MLPs have one name."""
@@ -238,6 +243,7 @@ def test_what_is_said_of_one_block_of_several_alike_is_said_of_that_one() -> Non
     assert list(last) == ["model.layers.5.<out>"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "sizes", "parameter", "lengths"),
@@ -270,6 +276,7 @@ class Drawing(transformers.LlamaForCausalLM):
         self.first = random.random() + float(np.random.rand())
 
 
+@pytest.mark.nightly
 def test_what_a_constructor_draws_is_not_drawn_from_the_programs_generators() -> None:
     model = Drawing(transformers.LlamaConfig(num_hidden_layers=2, vocab_size=64))
     before = states_of_generators()

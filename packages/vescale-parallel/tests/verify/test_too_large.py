@@ -58,6 +58,7 @@ def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 BLOCKS_UP = "stack.blocks.*.up.weight"
 
 
+@pytest.mark.by_day("ReadsTheTable-cut1")
 @pytest.mark.parametrize(
     ("make", "cut"),
     [

@@ -1,0 +1,46 @@
+"""Tests of what the plugin marks."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = "pytester"
+
+TESTS = """
+import pytest
+
+@pytest.mark.by_day("small", "large-*")
+@pytest.mark.parametrize("size", ["small", "middle", "large-1", "large-2"])
+def test_sizes(size):
+    pass
+
+def test_without():
+    pass
+"""
+
+
+@pytest.fixture
+def tests(pytester: pytest.Pytester) -> pytest.Pytester:
+    """A folder with tests of which some run with every change."""
+    pytester.makeini("[pytest]\nmarkers =\n  by_day: one\n  nightly: two")
+    pytester.makepyfile(test_sizes=TESTS)
+    return pytester
+
+
+def test_variants_that_are_not_named_are_of_the_night(tests: pytest.Pytester) -> None:
+    by_day = tests.runpytest_inprocess("-m", "not nightly")
+    by_day.assert_outcomes(passed=4, deselected=1)
+    at_night = tests.runpytest_inprocess("-m", "nightly")
+    at_night.assert_outcomes(passed=1, deselected=4)
+
+
+def test_a_variant_can_be_run_alone(tests: pytest.Pytester) -> None:
+    alone = tests.runpytest_inprocess("test_sizes.py::test_sizes[small]")
+    alone.assert_outcomes(passed=1)
+
+
+def test_a_name_that_no_variant_has_is_an_error(tests: pytest.Pytester) -> None:
+    tests.makepyfile(test_sizes=TESTS.replace('"small", "large-*"', '"smal"'))
+    failed = tests.runpytest_inprocess()
+    assert failed.ret == pytest.ExitCode.USAGE_ERROR
+    failed.stderr.fnmatch_lines(["*by_day: test_sizes.py::test_sizes has no variant 'smal'*"])
