@@ -72,7 +72,7 @@ class Closed:
 def test_an_object_that_torch_does_not_open_is_refused_with_how_to_open_it() -> None:
     closed = Closed(scalar(1.0))
     for output in (closed, (closed, 3), {"out": closed, "kept": scalar(1.0, grad=False)}):
-        with pytest.raises(TypeError, match=r"got a Closed, .*register_dataclass\(Closed\)"):
+        with pytest.raises(TypeError, match=r"got a Closed, .*register_pytree_node\(Closed, "):
             refuse_closed(output)
     with pytest.raises(TypeError, match="got a Closed"):
         loss_of(closed)

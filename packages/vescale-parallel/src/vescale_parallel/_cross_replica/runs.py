@@ -20,6 +20,7 @@ from vescale_parallel._model.copies import (
     writable,
 )
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
+from vescale_parallel._model.structures import open_objects
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.without_chance import WithoutChance
@@ -197,6 +198,7 @@ def run_module(
             # What it was called with is told by the call, whatever it puts into its arguments.
             args, kwargs = own_containers((run.call.args, run.call.kwargs))
             run.call.output = subject(*args, **kwargs)
+            open_objects(run.call.output)
             run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
     except OtherCallsError:
         raise

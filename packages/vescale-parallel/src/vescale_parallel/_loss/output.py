@@ -70,9 +70,9 @@ def refuse_closed(output: Any, *, has_graph: bool = True) -> None:
             name = type(leaf).__name__
             raise TypeError(
                 f"expected forward to return tensors, alone or in tuples, lists and dicts, got a "
-                f"{name}, in which torch does not look for any: return a dict or a NamedTuple, or "
-                f"say once what it holds, torch.utils._pytree.register_dataclass({name}) of a "
-                "dataclass"
+                f"{name}, in which torch does not look for any: return a dict, a NamedTuple or a "
+                "dataclass, or say once what it holds, "
+                f"torch.utils._pytree.register_pytree_node({name}, ...)"
             )
 
 

@@ -106,9 +106,9 @@ def refuse_closed_batch(batch: Any) -> None:
             name = type(leaf).__name__
             raise TypeError(
                 f"expected a batch of tensors, alone or in tuples, lists and dicts, got a {name}, "
-                "in which torch does not look for any, so its rows are not found: make it a dict "
-                "or a NamedTuple, or say once what it holds, "
-                f"torch.utils._pytree.register_dataclass({name}) of a dataclass"
+                "in which torch does not look for any, so its rows are not found: make it a dict, "
+                "a NamedTuple or a dataclass, or say once what it holds, "
+                f"torch.utils._pytree.register_pytree_node({name}, ...)"
             )
 
 
@@ -116,7 +116,8 @@ def refuse_shut_output(fqn: str, output: Any, needed_by: str) -> None:
     """Refuse what a block returns in an object that pytree does not open.
 
     Raises:
-        TypeError: If there are tensors in a dataclass, or in another object and nowhere else.
+        TypeError: If there are tensors in a dataclass that makes itself (``__new__``), or in
+            another object and nowhere else.
     """
     leaves = pytree.tree_leaves(output)
     has_tensors = any(isinstance(leaf, Tensor) for leaf in leaves)
@@ -127,9 +128,9 @@ def refuse_shut_output(fqn: str, output: Any, needed_by: str) -> None:
             name = type(leaf).__name__
             raise TypeError(
                 f"{needed_by}: expected {fqn!r} to return tensors, alone or in tuples, lists and "
-                f"dicts, got a {name}, in which torch does not look for any: return a dict or a "
-                "NamedTuple, or say once what it holds, "
-                f"torch.utils._pytree.register_dataclass({name}) of a dataclass"
+                f"dicts, got a {name}, in which torch does not look for any: return a dict, a "
+                "NamedTuple or a dataclass, or say once what it holds, "
+                f"torch.utils._pytree.register_pytree_node({name}, ...)"
             )
 
 

@@ -19,6 +19,7 @@ from vescale_parallel._model.copies import (
     writable,
 )
 from vescale_parallel._model.inputs import bind, opened
+from vescale_parallel._model.structures import open_objects
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.fake_tensors import ObservationError
@@ -150,6 +151,7 @@ def _observed(
     with torch.no_grad(), staging.run.running():
         given_args, given_kwargs = own_containers((args, kwargs))
         output = model(*given_args, **given_kwargs)
+        open_objects(output)
     has_loss = any(map(is_loss, pytree.tree_leaves(output)))
     return values.cuts(output, losses_only=has_loss)
 

@@ -26,6 +26,7 @@ from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.inputs import refuse_shut_output
 from vescale_parallel._model.kept_outside import filled_error
+from vescale_parallel._model.structures import open_objects
 from vescale_parallel._parameters.compute_dtypes import compute_dtypes
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import is_in_backward, pytree
@@ -110,6 +111,7 @@ class StagedModule(nn.Module):
             if role.calls is not None and is_in_backward():
                 args, kwargs = _run_again(role, args, kwargs)
             return super().__call__(*args, **kwargs)
+        open_objects((args, kwargs))
         if role.calls is None:
             return self._call_outside(role, run, args, kwargs)
         index = run.blocks_called

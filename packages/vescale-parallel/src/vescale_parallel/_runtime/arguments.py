@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.inputs import binds
 from vescale_parallel._model.leaf_names import leaf_names
-from vescale_parallel._model.mappings import open_mappings
+from vescale_parallel._model.structures import open_mappings, open_objects
 from vescale_parallel._torch_private import pytree
 
 
@@ -43,6 +43,7 @@ class Arguments:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return a call's arguments, those in a lone mapping by name."""
         open_mappings((*args, *kwargs.values()))
+        open_objects((args, kwargs))
         if len(args) != 1 or kwargs or not isinstance(args[0], Mapping) or self._takes_one:
             return args, kwargs
         batch: Mapping[Any, Any] = args[0]

@@ -22,6 +22,7 @@ from vescale_parallel._loss.output import is_loss, refuse_closed
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._loss.token_mean import AverageOverRanks, TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
+from vescale_parallel._model.structures import opening
 from vescale_parallel._parameters.ends_of_call import EndsOfCall
 from vescale_parallel._pipeline.execution import tensors_with_graph
 from vescale_parallel._pipeline.step import PipelineStep
@@ -155,7 +156,7 @@ class Engine:
         self.parameters.recover()
         self.known.check()
         self.parameters.begin_forward()
-        forward = with_cast_inputs(forward, self.input_dtype)
+        forward = with_cast_inputs(opening(forward), self.input_dtype)
         forward = self.logits.with_plain_inputs(forward)
         self.is_running = True
         try:

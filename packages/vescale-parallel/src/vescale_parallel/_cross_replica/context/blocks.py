@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import name_of
 from vescale_parallel._model.inputs import refuse_shut_output
+from vescale_parallel._model.structures import flattened
 from vescale_parallel._torch_private import is_in_backward, pytree
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.generators import generator_state
@@ -267,10 +268,10 @@ class SlicedBlocks:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
             if is_first:
-                self._slice_no_short_one(pytree.tree_leaves((args, kwargs)))
+                self._slice_no_short_one(flattened((args, kwargs))[0])
             if stack not in self.slicing.stacks:
                 return self._returned(forward(*args, **kwargs), None, stack, is_last=False)
-            leaves, spec = pytree.tree_flatten((args, kwargs))
+            leaves, spec = flattened((args, kwargs))
             index = activation_of(leaves)
             if index is None or leaves[index].dim() < _ROWS:
                 raise ValueError(
@@ -328,7 +329,7 @@ class SlicedBlocks:
         """Gather what was collected in blocks and a module around them returns."""
         if self._closed is None or output is None:
             return None  # blocks ran on whole sequences, or not at all
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = flattened(output)
         last = self.slicing.last
         sums = last is None or not f"{last}.".startswith(f"{fqn}." if fqn else "")
         found = self.slices, self._ranks
@@ -377,7 +378,7 @@ class SlicedBlocks:
 
         And whole what else a block returns that computed on a slice, which is named then.
         """
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = flattened(output)
         index = self.slicing.activation(stack, leaves)
         if fqn is not None:
             refuse_shut_output(fqn, output, "context_parallel")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from vescale_parallel._model.copies import copied_without_hooks, on_meta, snapshot
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.kept_outside import nothing_kept_outside
+from vescale_parallel._model.structures import open_objects
 from vescale_parallel._torch_private import TorchDispatchMode, pytree
 from vescale_parallel._trace.generators import untouched_generators
 
@@ -117,6 +118,7 @@ def _tried(module: nn.Module, given: Given, form: Callable[[Tensor], Tensor]) ->
 def _run(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:
     given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     output = module(*args, **kwargs)
+    open_objects(output)
     places = {id(x): place for place, x in enumerate(given)}
 
     def told(leaf: Tensor) -> Any:
