@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -43,6 +44,67 @@ class WrittenOut(Attention):
         behind = torch.ones(length, length, dtype=torch.bool).triu(1)
         made = scores.masked_fill(behind, -torch.inf).softmax(-1) @ v
         return self.out(made.transpose(1, 2).reshape(rows, length, WIDTH))
+
+
+@dataclass
+class Scores:
+    """What attention returns besides, for a program that looks at it."""
+
+    before: Tensor
+    weights: Tensor
+    keys: tuple[Tensor, Tensor] | None = None
+
+
+class Attend(nn.Module):
+    """The products alone, in a module that is given heads."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Scores]:
+        scores = torch.einsum("bhid,bhjd->bhij", q, k) * (WIDTH // HEADS) ** -0.5
+        behind = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(behind, -torch.inf).softmax(-1)
+        return torch.einsum("bhij,bhjd->bhid", weights, v), Scores(scores.clone(), weights)
+
+
+class Recording(Attention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = Attend()
+
+    def forward(self, x_BSF: Tensor) -> tuple[Tensor, Scores]:
+        q, k, v = (
+            each.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+            for each in self.qkv(self.norm(x_BSF)).chunk(3, -1)
+        )
+        made, scores = self.attend(q, k, v)
+        scores.keys = (k, v)
+        return self.out(made.transpose(1, 2).flatten(2)), scores
+
+
+@dataclass
+class Record:
+    hidden: list[Tensor]
+    scores: list[Scores]
+    last: Tensor | None = None
+
+
+class Recorded(nn.Module):
+    """Nested layers that return all that was computed on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([Recording(), mlp()]) for _ in range(DEPTH))
+
+    def forward(self, x_BSF: Tensor) -> tuple[Tensor, Record]:
+        layers: Any = self.layers
+        record = Record([], [])
+        for attend, feed in layers:
+            made, scores = attend(x_BSF)
+            record.scores.append(scores)
+            x_BSF = made + x_BSF
+            x_BSF = feed(x_BSF) + x_BSF
+            record.hidden.append(x_BSF)
+        record.last = x_BSF
+        return x_BSF, record
 
 
 def mlp() -> nn.Module:
@@ -91,8 +153,20 @@ class Model(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+class OfRecords(Model):
+    """A model whose loss has a share of what its layers returned besides."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x_BSF, record = self.body(self.embed(input_ids))
+        logits = self.head(x_BSF)
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        norms = sum(each.square().mean() for each in record.hidden)
+        return loss + 0.01 * norms + 0.1 * record.scores[0].weights.square().mean()
+
+
 BY_HAND: dict[str, Callable[[], nn.Module]] = {
     "nested": lambda: Model(Nested),
     "flat": lambda: Model(Flat),
     "nested, written out": lambda: Model(lambda: Nested(WrittenOut)),
+    "recorded": lambda: OfRecords(Recorded),
 }

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._loss.output import is_loss
 from vescale_parallel._model.leaf_names import leaf_names
+from vescale_parallel._model.structures import flattened
 from vescale_parallel._torch_private import pytree
 
 from .sliced.rules import computed
@@ -125,7 +126,7 @@ class BehindBlocks:
         if self._left is None:
             return None
         (index, along), self._left = self._left, None
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = flattened(output)
         leaves[index] = SlicedTensor.of(leaves[index], along)
         return pytree.tree_unflatten(leaves, spec)
 
@@ -154,7 +155,7 @@ class BehindBlocks:
         return SlicedTensor.of(output, along)
 
     def _returned(self, _: nn.Module, args: Any, output: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(output)
+        leaves, spec = flattened(output)
         if any(isinstance(x, SlicedTensor) for x in leaves):
             self._make_plain(leaves, output)
             output = pytree.tree_unflatten(leaves, spec)

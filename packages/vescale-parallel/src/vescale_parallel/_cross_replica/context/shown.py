@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
+from vescale_parallel._model.structures import flattened
 from vescale_parallel._torch_private import left_out, pytree
 
 from .leaving import Place, Shapes, part_of_whole
@@ -97,7 +98,7 @@ class ShownModules:
         shown, slices = self._now()
         if fqn not in shown.modules:
             return forward(*args, **kwargs)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flattened((args, kwargs))
         if any(isinstance(x, SlicedTensor) for x in leaves):
             return forward(*args, **kwargs)  # within another one
         call = Call(_NO_LIMIT, lambda: None, fqn)
@@ -178,10 +179,9 @@ def _of_slices(output: Any, along: Along) -> Any:
     Raises:
         WholeError: If it returns no slice of activations.
     """
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = flattened(output)
     given = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-    slices = (x.along for x in given if isinstance(x, SlicedTensor))
-    if given and not any((each.dim, each.count) == (1, 1) for each in slices):
+    if given and not any(isinstance(x, SlicedTensor) for x in given):
         raise WholeError(_names(along.call) or "what it returns", along.call.module)
     leaves = [_of_stack(x, along) if isinstance(x, SlicedTensor) else x for x in leaves]
     return pytree.tree_unflatten(leaves, spec)

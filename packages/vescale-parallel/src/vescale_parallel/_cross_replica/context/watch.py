@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import name_of, sequence_stacks
-from vescale_parallel._torch_private import pytree, unseen_functions
+from vescale_parallel._model.structures import flattened
+from vescale_parallel._torch_private import unseen_functions
 from vescale_parallel._trace.random_ops import DrawMode, drawn_shape
 from vescale_parallel._trace.rng_trace import drawn_order
 
@@ -158,7 +159,7 @@ class ForwardWatch:
             if fqn == stack[0]:
                 self._stack = name_of(stack)
             self._block = fqn
-            leaves = pytree.tree_leaves((args, kwargs))
+            leaves = flattened((args, kwargs))[0]
             at = activation_of(leaves)
             first = None if at is None else leaves[at]
             if first is None:
@@ -171,7 +172,7 @@ class ForwardWatch:
                 self.returned_at.setdefault(name_of(stack), places[0])
 
         def end(_: nn.Module, args: Any, output: Any) -> None:
-            self._block, self._left = None, pytree.tree_leaves(output)
+            self._block, self._left = None, flattened(output)[0]
             self._note_returned(fqn, _, args, output)
             if fqn == stack[-1]:
                 self._stack, self.last = None, name_of(stack)
@@ -184,12 +185,12 @@ class ForwardWatch:
         block.register_forward_hook(_unseen(end))
 
     def _note_returned(self, fqn: str, _: nn.Module, args: Any, output: Any) -> None:
-        self.returned.update(shapes_of(fqn, pytree.tree_leaves(output)))
+        self.returned.update(shapes_of(fqn, flattened(output)[0]))
 
     def _follow_within(self, module: nn.Module, fqn: str) -> None:
         def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
             self._within.append((fqn, []))
-            self.given.update(shapes_of(fqn, pytree.tree_leaves((args, kwargs))))
+            self.given.update(shapes_of(fqn, flattened((args, kwargs))[0]))
             if self._stack is None:
                 self.behind.begin(fqn)
 
@@ -231,7 +232,7 @@ def noted_outputs(module: nn.Module) -> dict[str, Tensor]:
 
     def note(fqn: str) -> Callable[[nn.Module, Any, Any], None]:
         def after(_: nn.Module, args: Any, output: Any) -> None:
-            tensors = (x for x in pytree.tree_leaves(output) if isinstance(x, Tensor))
+            tensors = (x for x in flattened(output)[0] if isinstance(x, Tensor))
             if fqn not in found and (first := next(tensors, None)) is not None:
                 found[fqn] = first.detach()
 
