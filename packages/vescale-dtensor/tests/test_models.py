@@ -93,6 +93,14 @@ def whole(tensor: DTensor) -> torch.Tensor:
     return getattr(full, "parts", (full,))[-1]
 
 
+@pytest.mark.by_day(
+    "gpt2-*",
+    "llama-*-train",
+    "bert-sdpa-train",
+    "mixtral-sdpa-eval",
+    "qwen2-eager-train",
+    "vit-*-train",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

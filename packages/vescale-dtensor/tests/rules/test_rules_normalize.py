@@ -69,6 +69,7 @@ def test_fused_rms_norm_is_that_of_one_device() -> None:
         torch.testing.assert_close(each.full_tensor().of_rank(3), wanted, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.by_day("shape1", "shape2")
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(4, 6, 2, 3), (6, 6), (5, 6, 4)])
 def test_group_norm_is_that_of_one_device(shape: tuple[int, ...]) -> None:

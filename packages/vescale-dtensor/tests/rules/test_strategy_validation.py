@@ -70,6 +70,24 @@ def test_the_judge_finds_a_rule_that_is_wrong(mesh: DeviceMesh) -> None:
     assert said.right == len(claims)
 
 
+@pytest.mark.by_day(
+    "flip",
+    "gather",
+    "index_select",
+    "masked_fill",
+    "mean",
+    "mul",
+    "nn.functional.embedding",
+    "nn.functional.gelu",
+    "nn.functional.layer_norm",
+    "scatter_add",
+    "softmax",
+    "sort",
+    "sum",
+    "topk",
+    "tril",
+    "where",
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("op", [op for op in OPERATORS if _name(op) in SLICE], ids=_name)
 def test_the_judge_finds_no_rule_wrong(op: Any, mesh: DeviceMesh) -> None:

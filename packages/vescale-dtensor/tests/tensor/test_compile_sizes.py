@@ -104,6 +104,7 @@ def _check_sizes(
         _check_one(compiled, function, x, full)
 
 
+@pytest.mark.by_day("_scaled-0-True", "_scaled-2-None", "_views-0-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "placement", "dynamic"),
