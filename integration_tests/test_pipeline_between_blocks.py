@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,37 @@ class Normed(nn.Module):
         return F.mse_loss(self.head(x), batch["y"])
 
 
+class Borrowing(nn.Module):
+    """A block that is given a module, and a method of it, to call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: Tensor, lent: nn.Module, scale: Callable[[Tensor], Tensor]) -> Tensor:
+        return scale(self.block(x)) + lent(x)
+
+
+class Lent(nn.Linear):
+    def scaled(self, x: Tensor) -> Tensor:
+        return 0.5 * x
+
+
+class Lending(nn.Module):
+    """One module that all blocks are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lent = nn.Linear(WIDTH, WIDTH), Lent(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Borrowing() for _ in range(4))
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.embed(batch["x"])
+        for block in self.blocks:
+            x = block(x, self.lent, self.lent.scaled)
+        return F.mse_loss(x, batch["y"])
+
+
 def auxiliary(run: Run, *, loss: str, at: int) -> None:
     run.train(Auxiliary(loss, at))
 
@@ -107,11 +138,12 @@ PROGRAMS: dict[str, tuple[Program, Constraints]] = {
         functools.partial(planned, model=Auxiliary, options=("ce", 0)),
         PIPELINE,
     ),
+    "planned, lent": (functools.partial(planned, model=Lending, options=()), PIPELINE),
     "planned twice": (functools.partial(planned, model=Normed, options=()), PIPELINE),
 }
 
 
-@pytest.mark.by_day("auxiliary of targets", "of four stages", "twice")
+@pytest.mark.by_day("auxiliary of targets", "of four stages", "twice", "planned, lent")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_module_between_blocks_has_the_numbers_of_one_device(world2: World, name: str) -> None:
@@ -126,16 +158,23 @@ def test_data_parallel_ranks_too(world4: World, zero: int) -> None:
     right(world4, program, {**PIPELINE, **SAID, DP: 2, ZERO: zero})
 
 
-def unsaid() -> None:
-    Run(PIPELINE).train(Auxiliary("mse", 0))
+UNSAID: dict[str, Callable[[], nn.Module]] = {
+    "aux": lambda: Auxiliary("mse", 0),
+    "lent": Lending,
+}
+
+
+def unsaid(name: str) -> None:
+    Run(PIPELINE).train(UNSAID[name]())
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", UNSAID)
 def test_a_module_whose_place_is_not_known_is_refused_with_the_key(
-    world2: World, tmp_path: Path
+    world2: World, tmp_path: Path, name: str
 ) -> None:
     message = (
-        r"behind which it is called, all of them, in pipeline_parallel.called_behind \(\{'aux"
+        r"behind which it is called, all of them, in pipeline_parallel.called_behind \(\{'" + name
     )
-    check(world2, Exception, message, in_short_group, str(tmp_path), unsaid)
+    check(world2, Exception, message, in_short_group, str(tmp_path), unsaid, name)
     world2.close()

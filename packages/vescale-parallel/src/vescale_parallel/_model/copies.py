@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -243,14 +244,18 @@ def snapshot(tree: Any) -> Any:
 
 
 def _copied_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
+    if isinstance(leaf, Tensor | nn.Module | type) or not hasattr(leaf, "__dict__"):
         return leaf
     return copied_object(leaf)
 
 
 def copied_object(thing: Any) -> Any:
-    """Return a deep copy that shares tensors; the thing itself if it cannot be copied."""
-    memo = {id(tensor): tensor for tensor in tensors_within(thing)}
+    """Return a deep copy that shares tensors and modules; the thing itself if it has none.
+
+    A module that an argument holds, or is a method of, knows the whole model once it is
+    parallelized, and copying that is an operation of all ranks.
+    """
+    memo = {id(held): held for held in _held_within(thing, (Tensor, nn.Module), bound=True)}
     try:
         return copy.deepcopy(thing, memo)
     # Arbitrary user objects.
@@ -260,13 +265,18 @@ def copied_object(thing: Any) -> Any:
 
 def tensors_within(thing: Any) -> Iterator[Tensor]:
     """Yield the tensors that an object holds, at any depth."""
+    return _held_within(thing, (Tensor,))
+
+
+def _held_within(thing: Any, kinds: tuple[type, ...], *, bound: bool = False) -> Iterator[Any]:
+    """Yield what an object holds of some types; ``bound``: also what a method is bound to."""
     todo, seen = [thing], set[int]()
     while todo:
         each = todo.pop()
         if id(each) in seen:
             continue
         seen.add(id(each))
-        if isinstance(each, Tensor):
+        if isinstance(each, kinds):
             yield each
         elif isinstance(each, Mapping):
             todo += each.values()
@@ -274,6 +284,10 @@ def tensors_within(thing: Any) -> Iterator[Tensor]:
             todo += each
         elif isinstance(each, type):
             continue
+        elif bound and isinstance(each, types.MethodType):
+            todo.append(each.__self__)
+        elif bound and isinstance(each, functools.partial):
+            todo += [each.func, each.args, each.keywords]
         elif dataclasses.is_dataclass(each):  # which may have slots
             todo += [getattr(each, field.name, None) for field in dataclasses.fields(each)]
         elif hasattr(each, "__dict__"):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ class Staging:
     that is good enough: where stages are tried, not where they train. ``enters`` is told of a
     stage's first block and what it is called with, before that is replaced by what the stage
     before sent. ``blocks`` are the names of blocks in the order of their calls. ``sharding`` is
-    how tensor-parallel ranks share the model.
+    how tensor-parallel ranks share the model. ``lent`` are modules outside of the one whose
+    outline is being found that its forward called, as it was given them.
     """
 
     run: StageRun | None = None
@@ -71,6 +72,7 @@ class Staging:
     enters: Callable[[str, Sequence[Any]], None] = lambda fqn, leaves: None
     blocks: Sequence[str] = ()
     sharding: TensorSharding | None = None
+    lent: set[str] | None = None
 
     def skeleton_of(
         self, module: nn.Module, fqn: str, param_dtype: torch.dtype | None
@@ -147,6 +149,8 @@ class StagedModule(nn.Module):
     def _call_outside(
         self, role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if role.staging.lent is not None:
+            role.staging.lent.add(role.fqn)
         if not run.is_own:
             return collected(self, args, _placeholder(role, run, args, kwargs))
         if run.stage in role.stages:
@@ -250,9 +254,10 @@ def _placeholder(
     role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what the module would, with every tensor replaced by memory-free zeros."""
+    # First, since a block may call modules outside of it that it is given: behind its call.
+    values, name = run.values, run.values.of_call(role.fqn)
     outline, tensors = _outline(role, args, kwargs)
     device = next((t.device for t in tensors), torch.device("cpu"))
-    values, name = run.values, run.values.of_call(role.fqn)
     for each in tensors:
         if isinstance(each, Placeholder) and each.known_as is not None:
             values.used(each.known_as)
@@ -278,12 +283,19 @@ def _outline(
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
-    outline = role.staging.outlines.get(key)
-    if outline is None:
-        outline = _seen(role, args, kwargs)
+    staging = role.staging
+    if key not in staging.outlines:
+        around, staging.lent = staging.lent, set()
+        try:
+            outline = replace(_seen(role, args, kwargs), lent=frozenset(staging.lent))
+        finally:
+            staging.lent = around
         refuse_shut_output(role.fqn, outline.output, "pipeline_parallel")
-        role.staging.outlines[key] = outline
-    return outline, tensors
+        staging.outlines[key] = outline
+    elif staging.run is not None:
+        for fqn in sorted(staging.outlines[key].lent):
+            staging.run.values.of_call(fqn)
+    return staging.outlines[key], tensors
 
 
 def _seen(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:

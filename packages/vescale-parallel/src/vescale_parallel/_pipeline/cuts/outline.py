@@ -36,10 +36,12 @@ class Outline:
     Attributes:
         output: With tensors on the meta device, and :class:`Argument` for what it was given.
         written: Places of the tensors it is given that it writes to.
+        lent: Names of modules outside of it that it calls, which it is given.
     """
 
     output: Any
     written: Sequence[int]
+    lent: frozenset[str] = frozenset()
 
 
 def outline_of(
