@@ -206,3 +206,24 @@ def test_files_may_lack_what_is_said_to_be_optional(tmp_path: Path) -> None:
     load_safetensors(tmp_path, model, optional=lambda name: name == "positions")
     assert torch.equal(model.up.weight, tensors["up.weight"].float())
     assert torch.equal(model.get_buffer("positions"), torch.arange(3))
+
+
+def test_a_layer_of_another_shape_is_left_as_it_is_by_only(tmp_path: Path) -> None:
+    tensors = written(tmp_path)
+    model = Net()
+    model.up = nn.Linear(6, 3)
+    before = model.up.weight.clone()
+    with pytest.raises(MismatchError, match=r"(?s)does not fit: up\.weight.*only=\["):
+        load_safetensors(tmp_path, model, strict=False)
+    load_safetensors(tmp_path, model, only=["embed", "steps"])
+    assert torch.equal(model.up.weight, before)
+    assert torch.equal(model.embed.weight, tensors["embed.weight"].float())
+    assert int(model.steps) == 3
+
+
+def test_only_is_a_list_of_patterns(tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(ValueError, match="expected a list of patterns as only"):
+        load_safetensors(tmp_path, Net(), only="embed")
+    with pytest.raises(MismatchError, match=r"only .embedding. matches nothing"):
+        load_safetensors(tmp_path, Net(), only=["embedding"])

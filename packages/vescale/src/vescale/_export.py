@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,11 @@ def export(
 
 
 def load_pretrained(
-    model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    only: Iterable[str] | None = None,
 ) -> None:
     """Fill a model with the values of a HuggingFace directory. Every rank must call this.
 
@@ -87,11 +91,15 @@ def load_pretrained(
         path: A directory with ``model.safetensors`` or its index, or a single file.
         strict: Whether names that only the files or only the model has are an error. What a model
             of transformers says may be missing (positions that are sines) keeps its values.
+        only: What of the model to fill, as regular expressions for whole names in it; what lies
+            below a name that matches counts, too. The rest, a new head for example, keeps its
+            values.
 
     Raises:
         vescale.CheckpointError: On every rank, if files are missing or damaged, or names or shapes
             do not fit.
         TypeError: If ``model`` is no module, or a deferred one.
+        ValueError: If ``only`` is no list of regular expressions.
 
     Example:
         >>> import tempfile, torch
@@ -101,10 +109,12 @@ def load_pretrained(
     """
     _check_model(model, "load_pretrained")
     if not is_transformers_model(model):
-        vescale_ckpt.load_safetensors(path, model, strict=strict)
+        vescale_ckpt.load_safetensors(path, model, strict=strict, only=only)
         return
     rename, optional = names_of_files(model), optional_names(model)
-    vescale_ckpt.load_safetensors(path, model, rename=rename, strict=strict, optional=optional)
+    vescale_ckpt.load_safetensors(
+        path, model, rename=rename, strict=strict, optional=optional, only=only
+    )
 
 
 def write_config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from vescale_ckpt._load.fill import fill
 from vescale_ckpt._load.match import Matched, match
 from vescale_ckpt._load.read_items import read_items_of
 from vescale_ckpt._load.shared_memory import apart, settle
-from vescale_ckpt._state.key_filter import renamed
+from vescale_ckpt._state.key_filter import key_filter_of, renamed
 from vescale_ckpt._state.local_shards import local_shard_of
 from vescale_ckpt._store.reader import CheckpointReader
 from vescale_ckpt.exceptions import CheckpointError, CorruptCheckpointError
@@ -39,6 +39,7 @@ def load_safetensors(
     rename: Mapping[str, str] | Callable[[Sequence[str]], Mapping[str, str | None]] | None = None,
     strict: bool = True,
     optional: Callable[[str], bool] = lambda name: False,
+    only: Iterable[str] | None = None,
 ) -> None:
     r"""Read HuggingFace safetensors files into a module, sharded or not.
 
@@ -57,12 +58,16 @@ def load_safetensors(
         strict: Whether names that only the files or only ``model`` has are an error. A tensor
             that is missing in the files but tied to one that is there is never an error.
         optional: Says of a name here whether the files may lack it even so.
+        only: What of ``model`` to fill, as regular expressions for whole names here; what lies
+            below a name that matches counts, too. The rest stays as it is.
 
     Raises:
         CheckpointError: If ``model`` is no module.
         CorruptCheckpointError: If the files are incomplete or make no sense.
         MismatchError: If names or shapes do not fit.
+        ValueError: If ``only`` is no list of regular expressions.
     """
+    key_filter = key_filter_of(only, None)
     ranks = current_control_group()
     with ExitStack() as opened, ranks.together(), torch.no_grad():
         with AllOrNone(ranks) as step:
@@ -74,7 +79,14 @@ def load_safetensors(
             state = model.state_dict()
             state = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
             try:
-                matched = match(state, reader.manifest, ranks.rank, strict=False, cast=True)
+                matched = match(
+                    state,
+                    reader.manifest,
+                    ranks.rank,
+                    strict=False,
+                    cast=True,
+                    key_filter=key_filter,
+                )
                 _forgive_ties(matched, state, ranks.rank, _tied(model, reader.manifest.tensors))
                 matched.missing = [key for key in matched.missing if not optional(key)]
                 matched.complain(strict=strict)

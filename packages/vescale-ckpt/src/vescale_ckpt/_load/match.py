@@ -40,6 +40,11 @@ _MAX_LISTED = 20
 _ADVICE = (
     "pass strict=False to load the keys that both have, or name those to load with only=[...]"
 )
+# Of what both have in different shapes: a head for another number of classes.
+_ADVICE_OF_UNFIT = (
+    "to keep here what does not fit, name the others with only=[...], as only=['model.encoder'], "
+    "which is all that lies below that key"
+)
 # What wrappers of a module add to the names of its state.
 _WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel"}
 EVERYTHING = KeyFilter()
@@ -80,7 +85,8 @@ class Matched:
             complaints += [f"{text} in the checkpoint" for text in self.idle]
         if complaints:
             lines = [*_shortened(complaints), *self._wrappers()]
-            raise MismatchError("\n".join([*lines, _ADVICE] if strict else lines))
+            lines += [_ADVICE_OF_UNFIT] if self.unfit else [_ADVICE]
+            raise MismatchError("\n".join(lines))
 
     def _wrappers(self) -> Iterator[str]:
         """Yield what to do if names differ only by what a wrapper of the module adds."""

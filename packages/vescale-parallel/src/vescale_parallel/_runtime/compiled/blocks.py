@@ -17,7 +17,6 @@ Of code behind a break see :mod:`.frames`.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,6 @@ from vescale_parallel._cross_replica.context.attention.intercept import (
 )
 from vescale_parallel._model.code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._pipeline.cuts.derived import NamesDerived
-from vescale_parallel._pipeline.execution.split_backward import HookedNodes
 from vescale_parallel._rng.sharded_rng import draws_in_part
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.operators import writes_what_entered
@@ -44,15 +41,11 @@ from vescale_parallel._torch_private import (
     function_modes,
     is_dynamo_error,
     restarts_compilation,
-    unseen_functions,
 )
 
 from .checkpoints import RepeatedCalls
 from .frames import CompiledFrames
-
-# Modes that need not see what blocks compute: they are about code between blocks, or go on without
-# what they did not see. Others look at the first call of a form, which then runs as it is written.
-_PASSED_BY = (HookedNodes, NamesDerived)
+from .function_modes import has_to_see, passed_by
 
 # Whose lines are not those of the user's model.
 _LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
@@ -155,7 +148,7 @@ class _CompiledForward:
             return self._forward(*args, **kwargs)
         compiler.has_run, has_failed = False, bool(compiler.failure)
         try:
-            with unseen_functions() if function_modes() else contextlib.nullcontext():
+            with passed_by():
                 output = self._compiled(*args, **kwargs)
         except Exception as error:
             # Of what has run in part, effects would come twice.
@@ -190,7 +183,7 @@ class _CompiledForward:
         elif mode is None and any(isinstance(each, AttentionMode) for each in function_modes()):
             self._run_eager_as("its own forward attends to what other ranks have of the sequence")
         elif mode is None:
-            return not all(isinstance(each, _PASSED_BY) for each in function_modes())
+            return any(map(has_to_see, function_modes()))
         return True
 
     def _run_eager_as(self, why: str) -> None:
