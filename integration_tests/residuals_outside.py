@@ -65,10 +65,11 @@ class Attend(nn.Module):
         return torch.einsum("bhij,bhjd->bhid", weights, v), Scores(scores.clone(), weights)
 
 
-class Recording(Attention):
+class Recording(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.attend = Attend()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.attend, self.out = Attend(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BSF: Tensor) -> tuple[Tensor, Scores]:
         q, k, v = (
