@@ -119,3 +119,17 @@ def _group_borders(
         if not any(is_linear(model, p) for p in ends):
             yield inner | entrance | {f"{holder}.<leave>": "Shard(1)"}
     yield inner | leaves | {f"{p}.<enter>": "Shard(1)" for p in group.entries}
+    for last in _last_of_several(model, group, ends):
+        within = {f"{p}.<reenter>": "Replicate()" for p in ends if p != last}
+        for entrance in entrances(model, holder, "Shard(1)"):
+            yield inner | within | {f"{last}.<leave>": "Shard(1)"} | entrance
+
+
+def _last_of_several(model: nn.Module, group: Group, ends: Sequence[str]) -> Sequence[str]:
+    """Return the layers any of which may be the only one whose sum leaves a region.
+
+    Shards of the same region read the other sums: talking heads are mixed before the softmax and
+    behind it.
+    """
+    several = len(ends) > 1 and len(group.entries) > 1
+    return ends if several and all(is_linear(model, p) for p in ends) else ()

@@ -19,12 +19,22 @@ from vescale_parallel._trace.flops import flops_of
 
 from .graph import Entered, Linearity, OpCall, Step, Trace, UnknownOperator, Value
 from .registry import Rule
-from .rules import attention, indexing, normalisation, pointwise, products, reductions, views
+from .rules import (
+    attention,
+    indexing,
+    normalisation,
+    planes,
+    pointwise,
+    products,
+    reductions,
+    views,
+)
 
 _RULES = {
     **attention.rule,
     **indexing.rule,
     **normalisation.rule,
+    **planes.rule,
     **pointwise.rule,
     **products.rule,
     **reductions.rule,

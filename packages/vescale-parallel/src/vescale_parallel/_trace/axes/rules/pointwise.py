@@ -64,9 +64,10 @@ def linear_in_each(call: OpCall) -> None:
       "fill", "zero", "normal", "uniform", "exponential", "isin",
       "pow", "celu", "prelu", "softplus", "hardtanh", "nan_to_num", "special_entr",
       "log_normal", "geometric", "cauchy", "random", "bucketize", "searchsorted_scalar",
-      "relu", "leaky_relu", "silu", "gelu", "mish", "view_dtype", "squeeze_copy", "rrelu",
-      "rrelu_with_noise", "erfinv", "log_sigmoid_forward", "threshold", "floor_divide",
-      "efficientzerotensor", "angle", "fake_quantize_per_tensor_affine")  # fmt: skip
+      "relu", "leaky_relu", "prelu_kernel", "hardswish", "silu", "gelu", "mish", "view_dtype",
+      "squeeze_copy", "rrelu", "rrelu_with_noise", "erfinv", "log_sigmoid_forward", "threshold",
+      "floor_divide", "efficientzerotensor", "angle",
+      "fake_quantize_per_tensor_affine")  # fmt: skip
 def anything_else(call: OpCall) -> None:
     pointwise(call)
 
