@@ -45,7 +45,9 @@ def with_keys_of(optimizer: torch.optim.Optimizer, node: Json) -> Json:
     if of_stored != of_given:
         raise MismatchError(
             f"the checkpoint has groups of {of_stored} parameters, the given optimizer of "
-            f"{of_given}"
+            f"{of_given}, and one of them numbers its parameters, so only their places tell which "
+            "is which: make the optimizer of the parameters that the stored one had, or load "
+            "without it and let it begin anew"
         )
     places = zip(itertools.chain(*stored), itertools.chain(*given), strict=True)
     called = {str(before): now for before, now in places}

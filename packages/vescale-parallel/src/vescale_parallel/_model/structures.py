@@ -38,6 +38,10 @@ def _register_mapping(cls: type[Any]) -> None:
         attributes = {k: v for k, v in getattr(mapping, "__dict__", {}).items() if k != "data"}
         return list(mapping.values()), (list(mapping), attributes)
 
+    def flatten_with_keys(mapping: Any) -> tuple[list[tuple[Any, Any]], _Context]:
+        values, context = flatten(mapping)
+        return [*zip(map(pytree.MappingKey, context[0]), values, strict=True)], context
+
     def unflatten(values: Iterable[Any], context: _Context) -> Any:
         keys, attributes = context
         # Constructors may take anything, or count what is constructed.
@@ -50,7 +54,7 @@ def _register_mapping(cls: type[Any]) -> None:
             (dict if is_dict else UserDict).__setitem__(mapping, key, value)
         return mapping
 
-    pytree.register_pytree_node(cls, flatten, unflatten)
+    pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)
 
 
 def opening(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,6 +104,10 @@ def _register_object(cls: type[Any]) -> None:
         attributes = {k: v for k, v in held.items() if k not in present}
         return [getattr(made, name) for name in present], (present, attributes)
 
+    def flatten_with_keys(made: Any) -> tuple[list[tuple[Any, Any]], _Context]:
+        values, context = flatten(made)
+        return [*zip(map(pytree.GetAttrKey, context[0]), values, strict=True)], context
+
     def unflatten(values: Iterable[Any], context: _Context) -> Any:
         present, attributes = context
         made = new(cls)
@@ -107,4 +115,4 @@ def _register_object(cls: type[Any]) -> None:
             object.__setattr__(made, name, value)  # of one that is frozen, too
         return made
 
-    pytree.register_pytree_node(cls, flatten, unflatten)
+    pytree.register_pytree_node(cls, flatten, unflatten, flatten_with_keys_fn=flatten_with_keys)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_parallel._torch_private import version_of
+from vescale_parallel._torch_private import FakeTensorMode, version_of
 
 from .chunks import part_sizes
 from .communicators import ProcessRanks, Ranks
@@ -115,17 +116,40 @@ def convert_traced(
     return convert(x, place.number, there, back, dim, length, own, first)
 
 
-def writes_what_entered(graph: Any) -> bool:
+def writes_what_entered(graph: Any, inputs: Sequence[Any]) -> bool:
     """Whether a program of torch.compile may write in place into what enters or leaves a region.
 
     What several layers read entered once, and they would all have it as it was then.
     """
     convert: Any = torch.ops.vescale_parallel.convert.default
-    for node in graph.graph.nodes:
-        read = node.args[0].meta.get("example_value") if node.target is convert else None
-        if isinstance(read, Tensor) and version_of(read) > 0:
-            return True
-    return False
+    reads = [
+        node.args[0].meta.get("example_value")
+        for node in graph.graph.nodes
+        if node.target is convert
+    ]
+    if not any(isinstance(read, Tensor) and version_of(read) > 0 for read in reads):
+        return False
+    began = _versions_of_inputs(graph, inputs)
+    return any(
+        version_of(read) > began.get(read.untyped_storage()._cdata, 0)
+        for read in reads
+        if isinstance(read, Tensor)
+    )
+
+
+def _versions_of_inputs(graph: Any, inputs: Sequence[Any]) -> dict[int, int]:
+    """Return how often inputs of a program were written to, by their memory, before it ran.
+
+    torch makes a tensor without values of each, and writes to some as it does: to that of a
+    parameter which is a view of a rank's buffer.
+    """
+    began, mode = dict[int, int](), FakeTensorMode()
+    nodes = (node for node in graph.graph.nodes if node.op == "placeholder")
+    for node, given in zip(nodes, inputs, strict=True):
+        made = node.meta.get("example_value")
+        if isinstance(given, Tensor) and isinstance(made, Tensor):
+            began[made.untyped_storage()._cdata] = version_of(mode.from_tensor(given))
+    return began
 
 
 class _Convert(torch.autograd.Function):

@@ -94,7 +94,7 @@ class _Compiler:
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             self.breaks[_said(reason)] = None
-        if self._crosses and writes_what_entered(graph):
+        if self._crosses and writes_what_entered(graph, inputs):
             raise RuntimeError(
                 "it writes in place into an activation that tensor-parallel ranks share"
             )
