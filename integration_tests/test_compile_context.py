@@ -118,7 +118,7 @@ def check(
     return reports
 
 
-@pytest.mark.by_day("ring-zero3-recompute")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", PLANS)
 def test_blocks_on_slices_are_compiled(world2: World, plan: str) -> None:

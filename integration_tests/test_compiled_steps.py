@@ -179,7 +179,7 @@ def test_a_compiled_step_has_the_losses_of_one_device(
     assert_right(world2, "nanogpt", program, plan)
 
 
-@pytest.mark.by_day("checkpoint-zero3")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "plan"), [("checkpoint", "zero3"), ("checkpoint-reentrant", "tp")]

@@ -143,6 +143,7 @@ def on_rank_resumed(path: str) -> tuple[dict[str, torch.Tensor], dict[str, torch
     return ends[0], ends[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_checkpoints_are_of_no_number_of_slices(world4: World, tmp_path: Path) -> None:
     for before, after in world4.run(on_rank_resumed, str(tmp_path / "saved")):

@@ -127,7 +127,7 @@ def test_balancing_losses_are_those_of_the_global_batch(world2: World, family: s
     compare(world2.run(train, family, "eager", {DP: 2, EP: 2}, 2, 3, balanced), whole)
 
 
-@pytest.mark.by_day("qwen2_moe")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_stages_of_a_pipeline_have_experts_that_ranks_share(world4: World, family: str) -> None:

@@ -94,6 +94,7 @@ def sent(constraints: Constraints) -> tuple[int, int]:
     return counter.by_kind["all_to_all"].nbytes, counter.nbytes
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_tensor_parallel_rank_sends_all_tokens(world2: World, world4: World) -> None:
     alone = world2.run(sent, {DP: 2, EP: 2})

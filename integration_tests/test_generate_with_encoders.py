@@ -100,7 +100,7 @@ def _moonshine() -> nn.Module:
     return model
 
 
-@pytest.mark.by_day("plan0")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{DP: 2, ZERO: 3}, {TP: 2}])
 def test_what_an_encoder_returns_besides_is_given_to_the_decoder(

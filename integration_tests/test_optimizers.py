@@ -203,7 +203,7 @@ def uninterrupted(made: str) -> list[Tensor]:
     return run.results
 
 
-@pytest.mark.by_day("adafactor-tp-zero3")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("made", "first", "then"),

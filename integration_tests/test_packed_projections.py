@@ -338,6 +338,7 @@ def test_chunks_of_parts_of_several_lengths_have_the_bits_of_any_number_of_ranks
     invariant_bits.compare_sizes(wide, said, 2, sequence=True, sizes=[2])
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_chunks_leave_attention_whole_of_which_parts_are_read_whole(world2: World) -> None:
     chunks: Constraints = {TP: 2, "numerics": "invariant", "numerics_chunks": 2}

@@ -188,6 +188,7 @@ def test_dropout_of_every_model_is(world2: World, name: str, schedule: str) -> N
     world2.run(compared, name, constraints_of(schedule, 2, 4), 0.1)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_shards_of_shared_blocks_train_as_one_device_does(world4: World) -> None:
     world4.run(compared, "universal", {PP: 2, PARTS: 2, DP: 2, ZERO: 3})

@@ -149,7 +149,7 @@ def test_frozen_parameters_have_no_gradients_and_no_states(
     check(kind, said)
 
 
-@pytest.mark.by_day("vit-said5")
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "said"),
     [

@@ -99,7 +99,7 @@ def test_two_by_two_ranks_have_the_loss_and_gradients_of_one(world4: World, fami
     check(world4, family, "sdpa", {TP: 2, SEQUENCE: True, DP: 2, ZERO: 3})
 
 
-@pytest.mark.by_day("sdpa")
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_ranks_share_key_value_heads_that_are_fewer(world4: World, attention: str) -> None:

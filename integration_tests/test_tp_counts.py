@@ -54,6 +54,7 @@ def of_two_layers(world: World, constraints: Constraints) -> list[tuple[dict[str
     ]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_two_layers_on_four_ranks_all_reduce_four_times_each_way(world4: World) -> None:
     forward, backward = of_two_layers(world4, {TP: 4})

@@ -140,6 +140,7 @@ def test_bits_are_promised_where_arithmetic_allows() -> None:
     assert by_plan["tp"] == ["passed", "passed", "passed", "does not apply", "passed"]
 
 
+@pytest.mark.nightly
 def test_low_precision_is_judged_by_what_rounding_does() -> None:
     build, batch = MODELS["blocks"]
     report = vescale.verify(make_plan({TP: 2}), build, batch(), steps=2, dtype=torch.bfloat16)

@@ -307,6 +307,7 @@ def test_the_last_stage_of_a_pipeline_has_the_loss_of_one_device(world4: World) 
     check(world4, {TP: 2, PP: 2, PARTS: 4}, cases)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_tied_embedding_and_head_have_the_gradient_of_one_device(world4: World) -> None:
     cases = [
