@@ -13,6 +13,7 @@ between blocks is computed behind the first of them. See [Note: what crosses a c
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -61,8 +62,8 @@ class Staging:
     that is good enough: where stages are tried, not where they train. ``enters`` is told of a
     stage's first block and what it is called with, before that is replaced by what the stage
     before sent. ``blocks`` are the names of blocks in the order of their calls. ``sharding`` is
-    how tensor-parallel ranks share the model. ``lent`` are modules outside of the one whose
-    outline is being found that its forward called, as it was given them.
+    how tensor-parallel ranks share the model. ``lent`` are the calls of modules
+    outside of the one whose outline is being found, which it was given, by name.
     """
 
     run: StageRun | None = None
@@ -72,7 +73,7 @@ class Staging:
     enters: Callable[[str, Sequence[Any]], None] = lambda fqn, leaves: None
     blocks: Sequence[str] = ()
     sharding: TensorSharding | None = None
-    lent: set[str] | None = None
+    lent: list[str] | None = None
 
     def skeleton_of(
         self, module: nn.Module, fqn: str, param_dtype: torch.dtype | None
@@ -150,7 +151,7 @@ class StagedModule(nn.Module):
         self, role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if role.staging.lent is not None:
-            role.staging.lent.add(role.fqn)
+            role.staging.lent.append(role.fqn)
         if not run.is_own:
             return collected(self, args, _placeholder(role, run, args, kwargs))
         if run.stage in role.stages:
@@ -283,19 +284,23 @@ def _outline(
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
-    staging = role.staging
+    staging, run = role.staging, role.staging.run
     if key not in staging.outlines:
-        around, staging.lent = staging.lent, set()
+        around, staging.lent = staging.lent, []
         try:
-            outline = replace(_seen(role, args, kwargs), lent=frozenset(staging.lent))
+            with contextlib.nullcontext() if run is None else run.values.uncounted():
+                outline = replace(_seen(role, args, kwargs), lent=tuple(staging.lent))
         finally:
             staging.lent = around
         refuse_shut_output(role.fqn, outline.output, "pipeline_parallel")
         staging.outlines[key] = outline
-    elif staging.run is not None:
-        for fqn in sorted(staging.outlines[key].lent):
-            staging.run.values.of_call(fqn)
-    return staging.outlines[key], tensors
+    outline = staging.outlines[key]
+    if staging.lent is not None:
+        staging.lent += outline.lent
+    if run is not None:
+        for fqn in outline.lent:
+            run.values.of_call(fqn)
+    return outline, tensors
 
 
 def _seen(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outline:
@@ -305,7 +310,7 @@ def _seen(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outl
     are called with, which the whole block does not run on.
     """
     try:
-        return outline_of(role.skeleton, role.fqn, args, kwargs)
+        return outline_of(role.skeleton, role.fqn, args, kwargs, role.staging.lent)
     except ValueError:
         sharding = role.staging.sharding
         if sharding is None or sharding.size == 1:
@@ -313,7 +318,7 @@ def _seen(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outl
         part = _skeleton(role.skeleton, None)
         take_first_part(part, sharding, role.fqn)
         try:
-            return outline_of(part, role.fqn, args, kwargs)
+            return outline_of(part, role.fqn, args, kwargs, role.staging.lent)
         except ValueError:
             pass  # what is wrong with the whole one is said in the names of the model
         raise

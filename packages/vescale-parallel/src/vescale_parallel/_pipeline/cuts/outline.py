@@ -36,16 +36,20 @@ class Outline:
     Attributes:
         output: With tensors on the meta device, and :class:`Argument` for what it was given.
         written: Places of the tensors it is given that it writes to.
-        lent: Names of modules outside of it that it calls, which it is given.
+        lent: Modules outside of it that it calls, which it is given, by name: one for each call.
     """
 
     output: Any
     written: Sequence[int]
-    lent: frozenset[str] = frozenset()
+    lent: Sequence[str] = ()
 
 
 def outline_of(
-    skeleton: nn.Module, fqn: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    skeleton: nn.Module,
+    fqn: str,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    lent: list[str] | None = None,
 ) -> Outline:
     """Run a module without parameters' values.
 
@@ -56,16 +60,17 @@ def outline_of(
         fqn: Its name.
         args: What it is called with.
         kwargs: Likewise.
+        lent: Where modules that it is given note their calls; emptied before each attempt.
 
     Raises:
         ValueError: If it runs on neither.
     """
-    given = args, dict(kwargs)
+    given, noted = (args, dict(kwargs)), [] if lent is None else lent
     with without_global_hooks(), nothing_kept_outside(skeleton):
-        return _found(skeleton, fqn, given)
+        return _found(skeleton, fqn, given, noted)
 
 
-def _found(skeleton: nn.Module, fqn: str, given: Given) -> Outline:
+def _found(skeleton: nn.Module, fqn: str, given: Given, lent: list[str]) -> Outline:
     failed: Exception | None = None
     # Then with tensors that code makes by itself, an index say, on that device, too.
     for default in (contextlib.nullcontext(), torch.device("meta")):
@@ -78,6 +83,7 @@ def _found(skeleton: nn.Module, fqn: str, given: Given) -> Outline:
                 untouched_generators(),
                 default,
             ):
+                lent.clear()
                 return _tried(skeleton, given, on_meta)
         except Exception as error:
             failed = failed or error
@@ -88,6 +94,7 @@ def _found(skeleton: nn.Module, fqn: str, given: Given) -> Outline:
             copied = _of_zeros(skeleton, device)
             devices = [device] if device.type == "cuda" else []
             with torch.random.fork_rng(devices), untouched_generators():
+                lent.clear()
                 found = _tried(copied, given, _same_values)
             return Outline(pytree.tree_map_only(Tensor, on_meta, found.output), found.written)
     except Exception as error:  # with values, so more of its own than of shapes

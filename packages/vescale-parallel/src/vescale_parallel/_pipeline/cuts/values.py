@@ -16,6 +16,7 @@ and is used later, told by its name. All else is made from the batch again, or i
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -71,6 +72,15 @@ class Values:
     def of_call(self, fqn: str) -> Name:
         """Return the name of the next call of a module; of its results ``(*name, place)``."""
         return ("module", fqn, self._number(("module", fqn)))
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave the numbers of calls as they are: what runs only finds out shapes."""
+        calls = self._calls.copy()
+        try:
+            yield
+        finally:
+            self._calls = calls
 
     def of_function(self, func: Callable[..., Any], given: Sequence[Name]) -> Name:
         """Return the name of a call of a function on named values."""
