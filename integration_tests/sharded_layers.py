@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import vescale
@@ -23,6 +24,22 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32,
 }  # fmt: skip
 Build = Callable[[str], nn.Module]
+
+
+class LanguageModel(nn.Module):
+    """Blocks of one's own between an embedding of width 32 and a head."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 32)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.head = nn.Linear(32, VOCABULARY)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 def train(
@@ -79,3 +96,32 @@ def compare(world: World, build: Build, name: str, constraints: Constraints) -> 
                 grad, grads[parameter], rtol=0, atol=1e-12 * (scale + 1e-3), msg=parameter
             )
     assert {parameter for _, found in runs for parameter in found} == grads.keys()
+
+
+Named = Callable[[tuple[str, ...]], nn.Module]
+
+
+def gradients(
+    build: Named, names: tuple[str, ...], batch: Tensor, constraints: Constraints | None
+) -> dict[str, Tensor]:
+    """Return the gradients of a model that returns its loss for a batch."""
+    model: Any = build(names)
+    if constraints is not None:
+        world_size = torch.distributed.get_world_size()
+        plan = vescale.generate_plan(
+            model, constraints, world_size=world_size, example_batch=batch
+        )
+        model = vescale.parallelize(plan, model)
+    model(batch).backward()
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare_gradients(
+    world: World, build: Named, names: tuple[str, ...], batch: Tensor, constraints: Constraints
+) -> None:
+    """Compare gradients with one device's, within float64's rounding."""
+    expected = gradients(build, names, batch, None)
+    for found in world.run(gradients, build, names, batch, constraints):
+        assert found.keys() == expected.keys()
+        for name, grad in found.items():  # sums over ranks are in another order
+            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-14, msg=name)

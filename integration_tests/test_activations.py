@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-import vescale
 from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .plans import TP
-from .training import whole
+from .sharded_layers import compare_gradients
 
 WIDTH = 8
 ACTIVATIONS = {
@@ -59,19 +59,6 @@ def test_layers_around_each_of_them_are_sharded() -> None:
         assert {f"blocks.{index}.{each}.weight" for each in ("up", "down")} <= sharded, name
 
 
-def gradients(names: tuple[str, ...], size: int) -> dict[str, Tensor]:
-    model: nn.Module = build(names)
-    if size > 1:
-        plan = vescale.generate_plan(model, {TP: size}, world_size=size, example_batch=batch())
-        model = vescale.parallelize(plan, model)
-    model(batch()).backward()
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
+@pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one(world2: World) -> None:
-    names = ("Hardswish", "PReLU")
-    expected = gradients(names, 1)
-    for found in world2.run(gradients, names, 2):
-        assert found.keys() == expected.keys()
-        for name, grad in found.items():  # sums over ranks are in another order
-            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+    compare_gradients(world2, build, ("Hardswish", "PReLU"), batch(), {TP: 2})

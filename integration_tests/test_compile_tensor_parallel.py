@@ -128,7 +128,7 @@ def same_bits(world: World, family: str, plan: str, *, length: int | None = None
             assert torch.equal(compiled[name], expected), name
 
 
-@pytest.mark.nightly
+@pytest.mark.by_day("gpt2-tp-sequence")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "plan"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ import vescale
 from vescale_parallel import explain, propose_sharding
 from vescale_testing import World
 
-from .families import VOCABULARY, InDouble, hugging_face, tokens
+from .families import InDouble, hugging_face, tokens
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
-from .sharded_layers import SIZES, compare
+from .sharded_layers import SIZES, LanguageModel, compare
 from .test_bad_input import check as check_refusal
 from .training import whole
 
@@ -85,24 +86,14 @@ class Mixer(nn.Module):
         return x + self.out_proj(self.norm(heads.cumsum(1).flatten(2), gate=gate))
 
 
-class Mixers(nn.Module):
-    def __init__(self, heads: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 32)
-        self.blocks = nn.ModuleList(Mixer(heads) for _ in range(2))
-        self.head = nn.Linear(32, VOCABULARY)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+def mixers(heads: int = 4) -> nn.Module:
+    return LanguageModel(partial(Mixer, heads))
 
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name == "by_hand":
-        model: nn.Module = Mixers().double()
+        model: nn.Module = mixers().double()
     else:
         model = hugging_face(name, "eager", **{**SIZES, **_CONFIGS[name]}).double()
     for fqn, parameter in model.named_parameters():
@@ -252,7 +243,7 @@ def test_a_norm_and_its_gate_are_gathered_and_integers_counted(world2: World) ->
 
 
 def marked(marks: dict[str, str]) -> None:
-    model = Mixers()
+    model = mixers()
     plan = vescale.generate_plan(
         model, {TP: 2, "tensor_parallel.sharding_policy": "manual",
                 "tensor_parallel.sharding_plan": marks},
@@ -282,6 +273,6 @@ def test_marks_that_fit_nothing_are_refused(
 @pytest.mark.slow
 def test_heads_that_do_not_divide_stay_whole() -> None:
     torch.manual_seed(3)
-    found = propose_sharding(Mixers(heads=6).double(), "auto", 4, example_batch=batch())
+    found = propose_sharding(mixers(heads=6).double(), "auto", 4, example_batch=batch())
     assert not any("in_proj" in name for name in found.plan)
     assert "length 6 is not divisible by 4" in str(found.left_whole)

@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import vescale
 from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from .plans import TP
-from .training import whole
+from .sharded_layers import compare_gradients
 
 WIDTH, SIDE = 4, 4
 
@@ -85,21 +84,8 @@ def test_convolutions_around_each_of_them_are_sharded() -> None:
         assert {f"blocks.{index}.{each}.weight" for each in ("up", "down")} <= sharded, name
 
 
-def gradients(names: tuple[str, ...], size: int) -> dict[str, Tensor]:
-    model = build(names)
-    if size > 1:
-        plan = vescale.generate_plan(model, {TP: size}, world_size=size, example_batch=batch())
-        model = vescale.parallelize(plan, model)
-    model(batch()).backward()
-    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize(
-    "names", [("average", "outlook"), pytest.param(tuple(BETWEEN), marks=pytest.mark.nightly)]
-)
+@pytest.mark.by_day("some")
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("average", "outlook"), tuple(BETWEEN)], ids=["some", "all"])
 def test_two_ranks_have_the_gradients_of_one(world2: World, names: tuple[str, ...]) -> None:
-    expected = gradients(names, 1)
-    for found in world2.run(gradients, names, 2):
-        assert found.keys() == expected.keys()
-        for name, grad in found.items():  # sums over ranks are in another order
-            torch.testing.assert_close(grad, expected[name], rtol=1e-12, atol=1e-14, msg=name)
+    compare_gradients(world2, build, names, batch(), {TP: 2})

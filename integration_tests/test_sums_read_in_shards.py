@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ import vescale
 from vescale_parallel import propose_sharding
 from vescale_testing import World
 
-from .families import VOCABULARY, hugging_face, tokens
+from .families import hugging_face, tokens
 from .plans import DP, PARTS, PP, SEQUENCE, TP, ZERO, Constraints
-from .sharded_layers import SIZES, compare
+from .sharded_layers import SIZES, LanguageModel, compare
 
 BACKEND = "compile_backend"
 
@@ -47,26 +48,13 @@ class Seen(Gated):
         return x + out + squeezed.mean(-1, keepdim=True)
 
 
-class Model(nn.Module):
-    def __init__(self, block: type[Gated], *, bias: bool = False) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, 32)
-        self.blocks = nn.ModuleList(block(bias=bias) for _ in range(2))
-        self.head = nn.Linear(32, VOCABULARY)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
 def build(name: str) -> nn.Module:
     torch.manual_seed(3)
     if name == "mamba":
         sizes = {**SIZES, "state_size": 4, "time_step_rank": 4}
         return hugging_face("mamba", "eager", **sizes).double()
-    return Model(Seen if name == "seen" else Gated, bias=name == "biased").double()
+    block = Seen if name == "seen" else Gated
+    return LanguageModel(partial(block, bias=name == "biased")).double()
 
 
 SQUEEZE = {

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_testing import World
 
-from .families import VOCABULARY
 from .plans import SEQUENCE, TP
-from .sharded_layers import compare
+from .sharded_layers import LanguageModel, compare
 
 WIDTH, HEADS = 32, 4
 
@@ -46,25 +44,12 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-
-
 def build(name: str) -> nn.Module:
     torch.manual_seed(3)
-    return Model().double()
+    return LanguageModel(Block).double()
 
 
+@pytest.mark.slow
 def test_two_ranks_with_a_sharded_sequence_have_the_losses_and_gradients_of_one(
     world2: World,
 ) -> None:
@@ -72,5 +57,6 @@ def test_two_ranks_with_a_sharded_sequence_have_the_losses_and_gradients_of_one(
 
 
 @pytest.mark.nightly
+@pytest.mark.slow
 def test_two_ranks_have_the_losses_and_gradients_of_one(world2: World) -> None:
     compare(world2, build, "", {TP: 2})
