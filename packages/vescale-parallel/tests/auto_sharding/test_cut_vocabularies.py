@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -126,3 +129,34 @@ def test_no_parameter_is_cut_twice() -> None:
     names = [name for cut in result.chosen for name in cut.parameters]
     assert len(names) == len(set(names))
     assert result.alternatives
+
+
+class ReadsRows(nn.Module):
+    """Puts a row, or a number of all rows, where a token is that no example has."""
+
+    def __init__(self, read: Callable[[torch.Tensor], torch.Tensor], *, tied: bool) -> None:
+        super().__init__()
+        self.read = read
+        self.table, self.norm = nn.Embedding(40, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 40, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = torch.where((ids == 39)[..., None], self.read(self.table.weight), self.table(ids))
+        return self.head(self.norm(h))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+@pytest.mark.parametrize(
+    "read",
+    [lambda w: w[3], lambda w: w.mean(0), lambda w: w[:4].sum(0), lambda w: w.norm(dim=0)],
+    ids=["row", "mean", "slice", "norm"],
+)
+def test_a_table_is_whole_of_which_code_reads_rows(
+    read: Callable[[torch.Tensor], torch.Tensor], tied: bool
+) -> None:
+    result = found(ReadsRows(read, tied=tied).double(), torch.arange(10).reshape(2, 5))
+    tables = [each for each in result.chosen if each.kind == "vocabulary"]
+    cut = {name for candidate in tables for name in candidate.parameters}
+    assert cut == (set() if tied else {"head.weight"})

@@ -21,8 +21,8 @@ from .integers_read import integers_read
 def border_options(model: nn.Module, group: Group) -> Iterator[dict[str, str]]:
     """Yield marks of a region's collectives: around its layers, then around what holds them.
 
-    Last around layers that get weights of their own, as experts get those of a router: what holds
-    them may be another module in other blocks.
+    Last around layers that get more than one activation, as experts get the weights of a router:
+    what holds them may be another module in other blocks.
     """
     plain = [p for p in (*group.entries, *group.exits) if not is_linear(model, p)]
     yield {
@@ -32,20 +32,23 @@ def border_options(model: nn.Module, group: Group) -> Iterator[dict[str, str]]:
     leaves = {f"{p}.<leave>": "Replicate()" for p in group.exits if p in plain}
     for entrance in entrances(model, holder_of(model, group.entries), "Replicate()"):
         yield entrance | leaves
-    weighed = {
-        mark: "Replicate()" for p in group.entries if p in plain for mark in _weights(model, p)
-    }
-    if weighed:
-        yield (
-            {f"{p}.<enter>": "Replicate()" for p in group.entries if p in plain} | weighed | leaves
-        )
+    first = {f"{p}.<enter>": "Replicate()" for p in group.entries if p in plain}
+    others = [(p, name) for p in group.entries if p in plain for name in _others(model, p)]
+    weights = [(p, name) for p, name in others if name.endswith("weights")]
+    for given in (weights, others) if weights != others else (others,):
+        if given:
+            yield first | {f"{p}.<enter:{name}>": "Replicate()" for p, name in given} | leaves
 
 
-def _weights(model: nn.Module, pattern: str) -> list[str]:
-    """Return the marks of weights that enter a module beside its first activation."""
+def _others(model: nn.Module, pattern: str) -> list[str]:
+    """Return the arguments of a module beside its first activation."""
     names = matching(pattern, [fqn for fqn, _ in model.named_modules()])
-    arguments = list(inspect.signature(model.get_submodule(names[0]).forward).parameters)
-    return [f"{pattern}.<enter:{name}>" for name in arguments[1:] if name.endswith("weights")]
+    signature = inspect.signature(model.get_submodule(names[0]).forward)
+    return [
+        name
+        for name, each in list(signature.parameters.items())[1:]
+        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
 
 
 def is_linear(model: nn.Module, pattern: str) -> bool:

@@ -30,6 +30,7 @@ def vocabulary(search: Search, atom: int, owners: list[Value]) -> Candidate | No
         return None
     if len(entries) > 1 or not (exits or _ends(search, atom, owners, entries)):
         return None
+    _check_whole_rows(search, atom, derived)
     _check_table(owners, entries, looked_up)
     check_partial(search.graph, looked_up)
     _check_modules(search, atom, owners, entries, exits)
@@ -85,6 +86,19 @@ def _ends(search: Search, atom: int, owners: list[Value], entries: set[str]) -> 
     return bool(
         entries and (returned or in_loss) and not in_block and search.axes.sizes[atom] > width
     )
+
+
+def _check_whole_rows(search: Search, atom: int, derived: set[int]) -> None:
+    """Refuse tables of which code picks or sums rows itself: a rank would read other rows.
+
+    What becomes of them may not show in an example: ``weight[pad]`` where no image is given.
+    """
+    carriers = search.graph.carriers[atom]
+    for index in sorted(carriers & derived):
+        for step in search.graph.readers[index]:
+            made = {value.index for value in step.outputs}
+            if not step.looked_up and made & derived and not made & carriers:
+                raise RefusedError(f"some rows are read by {step.operator} in {step.module!r}")
 
 
 def _check_table(owners: list[Value], entries: set[str], looked_up: list[Step]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from vescale_parallel._trace.generators import (
     untouched_generators,
 )
 
+from .closeness import close, largest_of
 from .freed_memory import give_memory_back
 from .region import Contradiction, Findings, How, Region
+from .region_arguments import CallArguments, ComparedArguments, entrances
 from .threads import run_in_threads
 from .without_chance import WithoutChance
 
@@ -74,13 +76,18 @@ def _compare_once(
     seed: int,
     *,
     training: bool,
+    everywhere: bool = False,
 ) -> Region:
+    """Compare one run; what modules are called with at borders of regions, or ``everywhere``."""
     with untouched_generators(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         region = make()
         base = random_copy(region.module, region.empty).train(training)
         before = states_of_generators()
-        expected, cotangents = _run_whole(region, base)
+        entering = entrances(region.module, region.fqn, sharding)
+        names = [fqn for fqn, _ in region.module.named_modules() if fqn]
+        watched = names if everywhere else list(entering.arguments)
+        expected, cotangents = _run_whole(region, base, watched)
         how = _completed(region.how, expected)
         # What torch draws is looked at apart: it may be cut, too.
         draw_alike = before.differs_outside_of_torch(states_of_generators())
@@ -88,7 +95,8 @@ def _compare_once(
             set_generators(before)
         try:
             runs = _run_ranks(
-                region, base, sharding, expected, cotangents, how, draw_alike=draw_alike
+                *(region, base, sharding, expected, cotangents, how, watched),
+                draw_alike=draw_alike,
             )
         except Exception as error:
             raise Contradiction(
@@ -98,17 +106,27 @@ def _compare_once(
             discard(base)
     try:
         _compare_results(region.fqn, expected, runs, how, sharding.size)
-        _compare_gradients(region.fqn, expected, runs, sharding.placements, found)
+        undecided = _compare_gradients(region.fqn, expected, runs, sharding.placements, found)
+        arguments = [run.arguments for run in runs]
+        compared = ComparedArguments(entering, expected.arguments, arguments)
+        if everywhere:
+            found.partial |= undecided & compared.parameters_of_partial()
+            undecided = set[str]()
+        compared.check(found.partial | undecided)
     finally:
         del expected, runs, cotangents
         give_memory_back()
+    if undecided and entering.arguments:
+        return _compare_once(make, sharding, found, seed, training=training, everywhere=True)
     return region
 
 
-def _run_whole(region: Region, base: nn.Module) -> tuple[Results, list[Tensor]]:
+def _run_whole(
+    region: Region, base: nn.Module, watched: Sequence[str]
+) -> tuple[Results, list[Tensor]]:
     inputs, before = list(region.inputs), states_of_generators()
     try:
-        first = _run_copy(region, base, Given(inputs, region.spec, []))
+        first = _run_copy(region, base, Given(inputs, region.spec, []), ())
     # Arbitrary user code: whatever it raises means that it cannot be compared.
     except Exception as error:
         raise DryRunError(region.fqn, error) from error
@@ -119,13 +137,16 @@ def _run_whole(region: Region, base: nn.Module) -> tuple[Results, list[Tensor]]:
     if before.differs_outside_of_torch(states_of_generators()):
         set_generators(before)
     # Of another copy, should a module keep something between calls.
-    return _run_copy(region, base, Given(inputs, region.spec, cotangents)), cotangents
+    given = Given(inputs, region.spec, cotangents)
+    return _run_copy(region, base, given, watched), cotangents
 
 
-def _run_copy(region: Region, base: nn.Module, given: Given) -> Results:
+def _run_copy(region: Region, base: nn.Module, given: Given, watched: Sequence[str]) -> Results:
     whole = sharing_copy(base)
     region.prepare(whole)
-    results = run_once(whole, given)
+    arguments = CallArguments()
+    arguments.watch(whole, watched, keep_values=True)
+    results = replace(run_once(whole, given), arguments=arguments)
     discard(whole)
     return results
 
@@ -137,6 +158,7 @@ def _run_ranks(
     expected: Results,
     cotangents: Sequence[Tensor],
     how: How,
+    watched: Sequence[str],
     *,
     draw_alike: bool,
 ) -> list[Results]:
@@ -148,12 +170,14 @@ def _run_ranks(
         local = sharing_copy(base)
         cut_parameters(local, sharding.placements, size, rank, fqn)
         region.prepare(local)
+        arguments = CallArguments()
+        arguments.watch(local, watched)  # before anything enters
         boundary = Boundary(ThreadRanks(threads, rank))
         boundary.lengths.update(dict.fromkeys((stack_of(fqn),), lengths) if lengths else {})
         install(local, sharding, boundary, prefix=fqn)
         mine = [_part(x, p, size, rank) for x, p in zip(region.inputs, how.inputs, strict=True)]
         parts = [_part(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
-        results = run_once(local, Given(mine, region.spec, parts))
+        results = replace(run_once(local, Given(mine, region.spec, parts)), arguments=arguments)
         discard(local)
         return results
 
@@ -194,6 +218,7 @@ class Results:
         tensors: Every leaf of the output that is a tensor, detached; None for others.
         floats: For every leaf of the output, whether it is one of ``outputs``.
         grads: Of every parameter, None without one.
+        arguments: What regions were called with.
     """
 
     outputs: list[Tensor]
@@ -201,6 +226,7 @@ class Results:
     floats: list[bool]
     input_grads: list[Tensor | None]
     grads: dict[str, Tensor | None]
+    arguments: CallArguments = field(default_factory=CallArguments)
 
 
 def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> Results:
@@ -261,7 +287,9 @@ def _compare_gradients(
     runs: Sequence[Results],
     placements: Mapping[str, Placement],
     found: Findings,
-) -> None:
+) -> set[str]:
+    """Note what the gradients of parameters are; return whole ones whose gradients are zero."""
+    undecided = set[str]()
     size, largest_in = len(runs), _largest_in_modules(expected.grads)
     for name, whole in expected.grads.items():
         full = f"{fqn}.{name}".strip(".")
@@ -285,9 +313,12 @@ def _compare_gradients(
             raise Contradiction(fqn, f"the gradient of {full!r} differs")
         # One that is zero but for rounding says neither: of norms of queries where all tokens of
         # an example are the same one, and attention looks at all of them alike.
-        if is_whole and as_it_is != as_sum:
+        if is_whole and as_it_is and as_sum:
+            undecided.add(full)
+        elif is_whole:
             one, other = found.whole, found.partial
             _note(*((one, other) if as_it_is else (other, one)), full, fqn)
+    return undecided - found.whole - found.partial
 
 
 def _largest_in_modules(grads: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -324,22 +355,6 @@ def _same_gradient(
         return grad is None or not grad.any()
     part = _part(whole, placement, size, rank)
     return close(torch.zeros_like(part) if grad is None else grad, part, largest_of(whole))
-
-
-def largest_of(whole: Tensor) -> float:
-    """Return the largest magnitude of a result, by which differences of its parts are judged."""
-    return float(whole.abs().max()) if whole.numel() else 0.0
-
-
-def close(found: Tensor, expected: Tensor, largest: float) -> bool:
-    """Return whether a part is what it should be; ``largest`` is that of the whole."""
-    if found.shape != expected.shape or found.is_complex() != expected.is_complex():
-        return False
-    if not found.is_complex():
-        found, expected = found.double(), expected.double()
-    return torch.allclose(
-        found, expected, rtol=1e-9, atol=1e-10 * (largest + 1e-3), equal_nan=False
-    )
 
 
 def _part(x: Any, placement: Placement | None, size: int, rank: int) -> Any:

@@ -28,7 +28,8 @@ from vescale_parallel._trace.generators import (
     states_of_generators,
     untouched_generators,
 )
-from vescale_parallel._verify.compared_runs import Given, Results, close, largest_of, run_once
+from vescale_parallel._verify.closeness import close, largest_of
+from vescale_parallel._verify.compared_runs import Given, Results, run_once
 from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.scaled_down_model import is_large
