@@ -38,15 +38,21 @@ class ModuleCall:
 
 
 def dry_run_whole(
-    model: nn.Module, batch: Any, watched: Collection[str], *listeners: Listener
+    model: nn.Module,
+    batch: Any,
+    watched: Collection[str],
+    *listeners: Listener,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
 ) -> dict[str, ModuleCall]:
     """Return the first call of every watched module in a forward of the whole model.
+
+    ``prepare`` changes the copy that is run.
 
     Raises:
         DryRunError: If the forward needs values.
     """
     given = bind(model, opened(batch))
-    return dry_run(model, given, watched, lambda _: None, lambda _: listeners)
+    return dry_run(model, given, watched, prepare, lambda _: listeners)
 
 
 def readers_of(model: nn.Module, batch: Any) -> dict[str, set[str]]:

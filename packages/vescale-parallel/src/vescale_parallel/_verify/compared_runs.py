@@ -45,8 +45,9 @@ def compare(
         Contradiction: If anything differs.
         DryRunError: If the whole region cannot be run.
     """
-    region = _compare_once(make, sharding, found, seed, training=False)
-    if averaging := _averaging_norms(region.module):
+    region = _compare_once(make, sharding, found, seed)
+    averaging = [] if region.training else _averaging_norms(region.module)
+    if averaging:
         try:
             _compare_once(make, sharding, found, seed, training=True)
         except DryRunError:
@@ -75,13 +76,14 @@ def _compare_once(
     found: Findings,
     seed: int,
     *,
-    training: bool,
+    training: bool = False,
     everywhere: bool = False,
 ) -> Region:
     """Compare one run; what modules are called with at borders of regions, or ``everywhere``."""
     with untouched_generators(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         region = make()
+        training = training or region.training
         base = random_copy(region.module, region.empty).train(training)
         before = states_of_generators()
         entering = entrances(region.module, region.fqn, sharding)

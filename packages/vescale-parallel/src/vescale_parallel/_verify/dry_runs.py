@@ -25,6 +25,7 @@ from vescale_parallel._trace.dry_run import (
 from vescale_parallel._trace.fake_run import FakeRun
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
+from .modes import differs_in_training
 from .rank_dry_run import draws_of_rank, dry_run_rank
 
 NotedDraws = tuple[NotedDraw, ...]
@@ -35,11 +36,11 @@ class DryRuns:
     """Runs a model on fakes, whole and as one rank's part, and keeps what was seen.
 
     It lives as long as what asks: the making of one plan, or one check. The model must not change
-    meanwhile.
+    meanwhile. It is run as it is, or ``training``.
     """
 
-    def __init__(self, model: nn.Module, batch: Any) -> None:
-        self.model, self.batch = model, batch
+    def __init__(self, model: nn.Module, batch: Any, *, training: bool = False) -> None:
+        self.model, self.batch, self.training = model, batch, training
         self._blocks: dict[str, ModuleCall] | DryRunError | None = None
         self._readers: dict[str, set[str]] | DryRunError | None = None
         self._draws: NotedDraws | None = None
@@ -59,13 +60,28 @@ class DryRuns:
             blocks = blocks_of(self.model) or ("",)
             notes = DrawNotes()
             try:
-                self._blocks = dry_run_whole(self.model, self.batch, blocks, notes)
+                self._blocks = dry_run_whole(
+                    self.model, self.batch, blocks, notes, prepare=self._prepare
+                )
                 self._draws = self._heard(notes)
                 if any(map(_has_shut_tensors, self._blocks.values())):
-                    self._blocks = dry_run_whole(self.model, self.batch, ("",))
+                    self._blocks = dry_run_whole(
+                        self.model, self.batch, ("",), prepare=self._prepare
+                    )
             except DryRunError as error:
                 self._blocks = error
         return _or_raise(self._blocks)
+
+    @functools.cached_property
+    def in_training(self) -> DryRuns | None:
+        """Runs in training, if these are not, and forward computes something else there."""
+        if self.training or not differs_in_training(self.model, self.batch):
+            return None
+        return DryRuns(self.model, self.batch, training=True)
+
+    def _prepare(self, copied: nn.Module) -> None:
+        if self.training:
+            copied.train()
 
     def readers(self) -> dict[str, set[str]]:
         """Return what :func:`readers_of` does."""
@@ -91,7 +107,9 @@ class DryRuns:
                 raise misfit
         watched, notes = list(self.blocks()), DrawNotes()
         try:
-            calls = dry_run_rank(self.model, self.batch, watched, sharding, notes)
+            calls = dry_run_rank(
+                self.model, self.batch, watched, sharding, notes, prepare=self._prepare
+            )
         except DryRunError as error:
             why = error.__cause__
             if isinstance(why, Exception):

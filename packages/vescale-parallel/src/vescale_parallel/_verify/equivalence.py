@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -101,9 +101,25 @@ def check_plan(
             not fit.
         DryRunError: If the model cannot be run, with values or without.
     """
+    compared = {} if compared is None else compared
+    result = _check(runs, sharding, compared, needs_values=needs_values)
+    trained = runs.in_training
+    if trained is None:
+        return result
+    try:
+        return _of_both(result, _check(trained, sharding, compared, needs_values=needs_values))
+    except DryRunError:
+        return result  # in training it does not run on one device either
+    except Contradiction as error:
+        raise Contradiction(error.fqn, f"in training, {error.why}") from error
+
+
+def _check(
+    runs: DryRuns, sharding: TensorSharding, compared: Compared, *, needs_values: bool
+) -> CheckResult:
     whole: Mapping[str, ModuleCall] = {} if needs_values else runs.blocks()
     found = Findings()
-    blocks = _prove_blocks(runs, whole, sharding, found, {} if compared is None else compared)
+    blocks = _prove_blocks(runs, whole, sharding, found, compared)
     unchecked = _check_rest(runs, whole, blocks, sharding, found)
     hooked = read_by_hooks(runs.model)
     unchecked |= {fqn: hooked[fqn] for fqn in _cut(sharding) if fqn in hooked}
@@ -114,6 +130,26 @@ def check_plan(
         too_large=tuple(blocks.too_large),
         unchecked=unchecked,
     )
+
+
+def _of_both(evaluated: CheckResult, trained: CheckResult) -> CheckResult:
+    """Return what evaluation and training showed together.
+
+    Raises:
+        Contradiction: If a gradient is a sum over ranks in one of them alone.
+    """
+    partial = evaluated.partial_grads | trained.partial_grads
+    whole = evaluated.whole_grads | trained.whole_grads
+    for fqn in sorted(partial & whole):
+        raise Contradiction(fqn, "its gradient is a sum over ranks there and not in evaluation")
+    # What no result depends on may be what only the other mode uses.
+    unchecked = {
+        fqn: why
+        for one, other in ((evaluated, trained), (trained, evaluated))
+        for fqn, why in one.unchecked.items()
+        if why != NOT_REACHED or fqn in other.unchecked
+    }
+    return replace(evaluated, partial_grads=partial, whole_grads=whole, unchecked=unchecked)
 
 
 def check_blocks(runs: DryRuns, sharding: TensorSharding, compared: Compared) -> tuple[str, ...]:
@@ -146,7 +182,7 @@ def _prove_blocks(
         said = _said(sharding, fqn)
         kind = blocks.kinds[fqn] = (
             *(generalize(fqn), type(module), _shapes(module), _shapes_of(whole[fqn]), repr(how)),
-            *(said, _scalars(module)),
+            *(said, _scalars(module), runs.training),
         )
         first = firsts.setdefault(kind, fqn)
         if not fqn or (not said and _is_whole(how)):
@@ -158,7 +194,9 @@ def _prove_blocks(
         blocks.compared.append(fqn)
         if kind not in compared:
             of_block = Findings()
-            make = functools.partial(region_of_call, module, fqn, whole[fqn], how)
+            make = functools.partial(
+                region_of_call, module, fqn, whole[fqn], how, training=runs.training
+            )
             compare(make, sharding, of_block)
             compared[kind] = fqn, of_block
         found.add(*compared[kind], fqn)
@@ -188,7 +226,8 @@ def _check_rest(
     try:
         # Values may decide what is run.
         for seed in range(1 if whole else _DRAWS):
-            compare(lambda: whole_region(model, runs.batch, over), sharding, found, seed=seed)
+            make = functools.partial(whole_region, model, runs.batch, over, training=runs.training)
+            compare(make, sharding, found, seed=seed)
     except DryRunError as error:
         if not blocks.proven:
             raise

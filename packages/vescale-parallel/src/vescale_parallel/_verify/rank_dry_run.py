@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -24,14 +24,18 @@ def dry_run_rank(
     watched: Collection[str],
     sharding: TensorSharding,
     *listeners: Listener,
+    prepare: Callable[[nn.Module], None] = lambda _: None,
 ) -> dict[str, ModuleCall]:
     """Return the first call of every watched module on the first rank, collectives included.
+
+    ``prepare`` changes the copy that is run before it is sharded.
 
     Raises:
         DryRunError: If shapes do not fit each other.
     """
 
     def shard(copied: nn.Module) -> None:
+        prepare(copied)
         take_first_part(copied, sharding)
 
     return dry_run(model, bind(model, opened(batch)), watched, shard, lambda _: listeners)

@@ -76,6 +76,7 @@ class Region:
         how: How they lie over ranks.
         empty: Parameters, by identity, that need no values since nothing reads them.
         prepare: Changes every copy of the module before it is run.
+        training: Whether it is run in training.
     """
 
     module: nn.Module
@@ -85,12 +86,16 @@ class Region:
     how: How
     empty: frozenset[int] = frozenset()
     prepare: Callable[[nn.Module], None] = lambda _: None
+    training: bool = False
 
 
-def region_of_call(module: nn.Module, fqn: str, call: ModuleCall, how: How) -> Region:
+def region_of_call(
+    module: nn.Module, fqn: str, call: ModuleCall, how: How, *, training: bool = False
+) -> Region:
     """Return a module with random inputs like those of a call."""
     leaves, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
-    return Region(module, fqn, [_random_input(leaf) for leaf in leaves], spec, how)
+    inputs = [_random_input(leaf) for leaf in leaves]
+    return Region(module, fqn, inputs, spec, how, training=training)
 
 
 def given_input(leaf: Any) -> Any:

@@ -54,7 +54,9 @@ def _activation(tree: Any) -> Tensor | None:
     return next((x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
 
 
-def whole_region(model: nn.Module, batch: Any, over: Mapping[str, Sequence[str]]) -> Region:
+def whole_region(
+    model: nn.Module, batch: Any, over: Mapping[str, Sequence[str]], *, training: bool = False
+) -> Region:
     """Return a model with an example as its inputs.
 
     Floats of the example are used if they are not made up, as zeros are. ``over`` is what
@@ -72,7 +74,7 @@ def whole_region(model: nn.Module, batch: Any, over: Mapping[str, Sequence[str]]
         for before, fqns in over.items():
             _pass_on(copied, before, fqns)
 
-    return Region(model, "", inputs, spec, how, empty, prepare)
+    return Region(model, "", inputs, spec, how, empty, prepare, training)
 
 
 def _parameters_besides(model: nn.Module, skipped: Sequence[str]) -> set[int]:
