@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import observe, propose_sharding
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
-from vescale_parallel._verify.call_guard import CallGuard
+from vescale_parallel._verify.calls.call_guard import CallGuard
 from vescale_parallel._verify.manual_plan import checked_plan
 
 
@@ -49,7 +49,7 @@ def check(model: nn.Module) -> None:
 
 
 def guard(model: nn.Module) -> None:
-    with CallGuard(model, PLAN, shard(PLAN, model, 2), []).proven(BATCH, {}):
+    with CallGuard(model, PLAN, shard(PLAN, model, 2), []).proven(model, BATCH, {}):
         pass
 
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from vescale_parallel import TensorParallel, propose_sharding
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
-from vescale_parallel._verify import call_guard, equivalence
-from vescale_parallel._verify.call_guard import CallGuard
-from vescale_parallel._verify.call_signature import CallForms, proof_record, proven_forms
+from vescale_parallel._verify import equivalence
+from vescale_parallel._verify.calls import call_guard
+from vescale_parallel._verify.calls.call_guard import CallGuard
+from vescale_parallel._verify.calls.call_signature import CallForms, proof_record, proven_forms
 from vescale_parallel._verify.dry_runs import DryRuns
 
 PLAN = {"blocks.*.up.weight": "Shard(0)", "blocks.*.down.weight": "Shard(1)"}
@@ -63,8 +64,13 @@ def guard(*, proven: bool = True) -> CallGuard:
     return CallGuard(model, PLAN, shard(PLAN, model, 2), forms)
 
 
-def called(guarded: CallGuard, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    with guarded.proven(args, kwargs):
+def called(
+    guarded: CallGuard,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    model: nn.Module | None = None,
+) -> None:
+    with guarded.proven(model or nn.Module(), args, kwargs):
         pass
 
 
@@ -72,9 +78,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     held = CallGuard._check
 
-    def check_plan(self: CallGuard, named: Any) -> None:
+    def check_plan(self: CallGuard, model: nn.Module, named: Any) -> None:
         seen.append(", ".join(named))
-        held(self, named)
+        held(self, model, named)
 
     monkeypatch.setattr(CallGuard, "_check", check_plan)
     return seen
@@ -169,7 +175,10 @@ def test_a_call_that_raises_is_not_warned_of() -> None:
     guarded = guard()
     args = (torch.zeros(2, 8), None)
     for stop in (torch.ones(2), torch.ones(2)):
-        with pytest.raises(ValueError, match="one element"), guarded.proven(args, {"stop": stop}):
+        with (
+            pytest.raises(ValueError, match="one element"),
+            guarded.proven(nn.Module(), args, {"stop": stop}),
+        ):
             Net()(*args, stop=stop)
 
 
@@ -334,3 +343,46 @@ def test_a_call_with_more_than_it_names_is_an_example_by_place() -> None:
     forms, x = CallForms(Remembering()), torch.ones(2, 8)
     assert forms.batch((x, x), {}) == (x, x)
     assert forms.batch((x,), {}) == {"x": x}
+
+
+class Switched(nn.Module):
+    """Divides by a norm of features once it is told to; counts its calls in words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.normed, self.step = nn.Linear(8, 16), nn.Linear(16, 8), False, "0"
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        return self.down(h / h.norm(dim=-1, keepdim=True) if self.normed else h)
+
+
+_SWITCHED = {"up.weight": "Shard(0)", "down.weight": "Shard(1)"}
+
+
+def switched() -> tuple[Switched, CallGuard]:
+    model = Switched()
+    forms = [CallForms(model).form((torch.zeros(2, 8),), {})]
+    return model, CallGuard(model, _SWITCHED, shard(_SWITCHED, model, 2), forms)
+
+
+def test_a_flag_that_is_set_later_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, guarded = switched()
+    seen = counted(monkeypatch)
+    called(guarded, (torch.zeros(2, 8),), {}, model)
+    assert not seen
+    model.normed = True
+    with pytest.raises(ValueError, match=r"normed True\): in Switched itself, what it returns"):
+        called(guarded, (torch.zeros(2, 8),), {}, model)
+    model.normed = False
+    called(guarded, (torch.zeros(2, 8),), {}, model)
+    assert len(seen) == 1
+
+
+def test_what_counts_calls_is_compared_a_few_times_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, guarded = switched()
+    seen = counted(monkeypatch)
+    for step in range(20):
+        model.step = str(step)
+        called(guarded, (torch.zeros(2, 8),), {}, model)
+    assert len(seen) < 6

@@ -20,7 +20,7 @@ from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.inputs import bind
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
 from vescale_parallel._trace.dry_run import DryRunError
-from vescale_parallel._verify.call_signature import CallForms, proof_record
+from vescale_parallel._verify.calls.call_signature import CallForms, proof_record
 from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.equivalence import CheckResult
 

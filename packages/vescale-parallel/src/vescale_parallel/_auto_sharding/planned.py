@@ -10,8 +10,8 @@ from vescale_parallel._model.inputs import bind
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._tensor_parallel.invariant.install import check_chunks, without_sums
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
-from vescale_parallel._verify.call_guard import CallGuard
-from vescale_parallel._verify.call_signature import CallForms, proven_forms
+from vescale_parallel._verify.calls.call_guard import CallGuard
+from vescale_parallel._verify.calls.call_signature import CallForms, proven_forms
 from vescale_parallel._verify.manual_plan import checked_plan
 
 from .invariant import propose_in_chunks

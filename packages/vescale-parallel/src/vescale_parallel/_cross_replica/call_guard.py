@@ -18,7 +18,8 @@ from vescale_parallel._model.kept_outside import filled_by, filled_error, nothin
 from vescale_parallel._model.random_copies import in_double, random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._verify.call_signature import CallForms
+from vescale_parallel._verify.calls.call_signature import CallForms
+from vescale_parallel._verify.calls.flags import ChangedFlags
 from vescale_parallel._verify.equivalence import MAX_NUMEL
 from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.scaled_down_model import scaled_down
@@ -83,7 +84,7 @@ class RowGuard:
         self._in_one_piece = in_one_piece
         self._exchange, self._losses_only = exchange, losses_only
         self._skips_numbers = losses_only
-        self._forms = CallForms(model)
+        self._forms, self._flags = CallForms(model), ChangedFlags(model)
         self.whole = copied_without_values(model)
         self._known: dict[tuple[str, int], RowCoupling] = {}
         self._trained: dict[str, RowCoupling] = {}
@@ -123,7 +124,8 @@ class RowGuard:
     ) -> tuple[str, int]:
         """Return what tells the forms of call apart."""
         modes = [module.training for module in model.modules()]
-        return self._forms.form(args, kwargs), hash((torch.is_grad_enabled(), *modes))
+        flags = self._flags.of(model)
+        return self._forms.form(args, kwargs), hash((torch.is_grad_enabled(), *modes, flags))
 
     def _find(
         self,
@@ -330,6 +332,7 @@ class RowGuard:
                 f"{type(model).__name__} has {numel} parameters, more than the {MAX_NUMEL} that "
                 "are run to see, and no configuration to make a smaller one by"
             )
+        self._flags.put_on(whole if scaled is None else scaled, model)
         with seeded():
             subject = random_copy(whole if scaled is None else scaled)
         if self._losses_only:

@@ -16,7 +16,7 @@ from vescale_parallel._parameters.asked_gradients import AskedGradients
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._verify.call_signature import CallForms
+from vescale_parallel._verify.calls.call_signature import CallForms
 
 from .buffers import StageBuffers
 from .cuts.configurations import settings_of, write_settings

@@ -45,7 +45,7 @@ class ProvesCalls(Protocol):
     """What calls a plan was compared with one device for, and the check for others."""
 
     def proven(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> contextlib.AbstractContextManager[None]:
         """Compare the plan with one device for a call of a new form; run the call inside."""
         ...
@@ -161,7 +161,7 @@ class Engine:
         self.is_running = True
         try:
             with (
-                self._proven(args, kwargs),
+                self._proven(model, args, kwargs),
                 self.logits.declared(),
                 self.rows.of_call(model, args, kwargs, in_parts_by=self._parts_by()),
             ):
@@ -209,10 +209,12 @@ class Engine:
         return options
 
     @contextlib.contextmanager
-    def _proven(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    def _proven(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for each in self.proofs:
-                stack.enter_context(each.proven(args, kwargs))
+                stack.enter_context(each.proven(model, args, kwargs))
             yield
 
     def _call_directly(

@@ -25,7 +25,7 @@ from vescale_parallel._trace.dry_run import (
 from vescale_parallel._trace.fake_run import FakeRun
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
-from .modes import differs_in_training
+from .calls.modes import differs_in_training
 from .rank_dry_run import draws_of_rank, dry_run_rank
 
 NotedDraws = tuple[NotedDraw, ...]

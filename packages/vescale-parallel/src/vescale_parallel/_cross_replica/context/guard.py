@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.batches.small_batches import within
 from vescale_parallel._cross_replica.context.reach.all_blocks import of_all_blocks
-from vescale_parallel._cross_replica.context.reach.flags import Flags, flags_of, set_flags
 from vescale_parallel._model.blocks import alike_parameters, blocks_of, sequence_stacks
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.inputs import bind, opened, small_example
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._verify.call_signature import CallForms
+from vescale_parallel._verify.calls.call_signature import CallForms
+from vescale_parallel._verify.calls.flags import Flags, flags_of, set_flags
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
@@ -88,7 +88,9 @@ class ContextGuard:
         return self._blocks
 
     @contextlib.contextmanager
-    def proven(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    def proven(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
         """Compare a call of a new form with one device, and run the call inside.
 
         Raises:

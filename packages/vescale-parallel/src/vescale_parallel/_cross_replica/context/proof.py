@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from vescale_dtensor import package_logger
-from vescale_parallel._cross_replica.context.reach.flags import set_flags
 from vescale_parallel._model.blocks import alike_parameters, sequence_stacks
 from vescale_parallel._model.copies import discard
 from vescale_parallel._model.random_copies import random_copy, sharing_copy
@@ -28,6 +27,7 @@ from vescale_parallel._trace.generators import (
     states_of_generators,
     untouched_generators,
 )
+from vescale_parallel._verify.calls.flags import set_flags
 from vescale_parallel._verify.closeness import close, largest_of
 from vescale_parallel._verify.compared_runs import Given, Results, run_once
 from vescale_parallel._verify.freed_memory import give_memory_back

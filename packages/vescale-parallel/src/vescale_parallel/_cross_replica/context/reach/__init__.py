@@ -1,1 +1,1 @@
-"""How far a comparison with one device reaches: to other flags, and to more blocks."""
+"""How far a comparison with one device reaches: from few blocks to all."""

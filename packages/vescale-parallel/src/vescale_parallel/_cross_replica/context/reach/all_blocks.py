@@ -18,8 +18,7 @@ from vescale_parallel._cross_replica.context.leaving import Leaving
 from vescale_parallel._cross_replica.context.shown import Shown
 from vescale_parallel._cross_replica.context.slicing import Slicing
 from vescale_parallel._model.blocks import name_of, sequence_stacks
-
-from .flags import flags_of
+from vescale_parallel._verify.calls.flags import flags_of
 
 Stacks = Mapping[str, Sequence[str]]
 

@@ -20,13 +20,14 @@ from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError
+from vescale_parallel._verify.dry_runs import DryRuns
+from vescale_parallel._verify.equivalence import NOT_REACHED, Contradiction, check_plan
+from vescale_parallel._verify.plan_of_scaled_down import plan_of_scaled_down
+from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
+from vescale_parallel._verify.threads import in_fresh_thread
 
 from .call_signature import CallForms
-from .dry_runs import DryRuns
-from .equivalence import NOT_REACHED, Contradiction, check_plan
-from .plan_of_scaled_down import plan_of_scaled_down
-from .scaled_down_model import is_large, scaled_down
-from .threads import in_fresh_thread
+from .flags import ChangedFlags, Flags
 
 
 class CallGuard:
@@ -43,27 +44,33 @@ class CallGuard:
         sharding: TensorSharding,
         proven: Iterable[str],
     ) -> None:
-        self._forms, self._proven = CallForms(model), set(proven)
+        self._forms, self._flags = CallForms(model), ChangedFlags(model)
+        self._proven: set[tuple[str, Flags]] = {(form, ()) for form in proven}
         self._sharding_plan, self._sharding = dict(sharding_plan), sharding
         self._whole, self._class = copied_without_values(model), type(model).__name__
         is_cut = bool(sharding.spec.parameters or sharding.spec.shared)
         self._needs_proof = is_cut and self._whole is not None
 
     @contextlib.contextmanager
-    def proven(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    def proven(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[None]:
         """Compare the plan with one device for a call of a new form, and run the call inside.
 
         Raises:
             ValueError: With the module that the plan has compute something else.
         """
-        form = self._forms.form(args, kwargs) if self._needs_proof else ""
-        if not self._needs_proof or form in self._proven:
+        if not self._needs_proof:
             yield
             return
-        doubt = self._doubt(form, args, kwargs)
+        form, flags = self._forms.form(args, kwargs), self._flags.of(model)
+        if (form, flags) in self._proven:
+            yield
+            return
+        doubt = self._doubt(model, _told_with(form, flags), args, kwargs)
         yield
         # Not of a call that has raised: it could not be proven for the same reason.
-        self._proven.add(form)
+        self._proven.add((form, flags))
         if doubt is not None:
             warn_at_user_line(
                 f"the sharding plan was not compared with one device for calls with ({form}), "
@@ -71,13 +78,15 @@ class CallGuard:
                 f"{doubt}",
             )
 
-    def _doubt(self, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    def _doubt(
+        self, model: nn.Module, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> str | None:
         """Return why there is no proof; raise if the plan is wrong."""
         given = pytree.tree_map_only(Tensor, plain, self._forms.batch(args, kwargs))
         small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(given))
         assert self._whole is not None
         try:
-            return in_fresh_thread(lambda: self._check(small), of=self._whole)
+            return in_fresh_thread(lambda: self._check(model, small), of=self._whole)
         except Contradiction as error:
             raise ValueError(
                 f"the sharding plan was made for other calls, and is wrong for those with "
@@ -90,7 +99,7 @@ class CallGuard:
     def _told(self, fqn: str) -> str:
         return repr(fqn) if fqn else f"{self._class} itself"
 
-    def _check(self, batch: Any) -> str | None:
+    def _check(self, model: nn.Module, batch: Any) -> str | None:
         subject, sharding = self._whole, self._sharding
         assert subject is not None
         if is_large(subject):
@@ -98,6 +107,7 @@ class CallGuard:
             smaller = None if scaled is None else self._sharding_of(scaled)
             if scaled is not None and smaller is not None:
                 subject, sharding = scaled, smaller
+        self._flags.put_on(subject, model)
         runs = DryRuns(subject, batch)
         needs_values = _needs_values(runs)
         # Values decide what is run: right for these ones may be wrong for others, unless all that
@@ -123,6 +133,11 @@ class CallGuard:
             return shard(plan, scaled, self._sharding.size)
         except ValueError:
             return None
+
+
+def _told_with(form: str, flags: Flags) -> str:
+    set_to = [f"{fqn}.{name} {value!r}".lstrip(".") for fqn, name, value in flags]
+    return ", ".join([*([form] if form else []), *set_to[:3], *(["..."] if set_to[3:] else [])])
 
 
 def _needs_values(runs: DryRuns) -> str:
