@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_parallel._torch_private import FakeTensorMode, version_of
+from vescale_parallel._torch_private import FakeTensor, version_of
 
 from .chunks import part_sizes
 from .communicators import ProcessRanks, Ranks
@@ -24,6 +23,10 @@ from .communicators import ProcessRanks, Ranks
 # What happens to an activation: nothing, or it is summed over ranks, put together from their
 # shards, summed and sharded, or sharded.
 Kind = Literal["none", "sum", "gather", "scatter", "keep"]
+
+# What enters a region: what happens to it forward, and to its gradient.
+_ENTERS: tuple[tuple[Kind, Kind], ...] = (("none", "sum"), ("gather", "scatter"))
+_READ_VERSION = "_vescale_read_version"
 
 _numbers = itertools.count()
 _ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
@@ -116,40 +119,34 @@ def convert_traced(
     return convert(x, place.number, there, back, dim, length, own, first)
 
 
-def writes_what_entered(graph: Any, inputs: Sequence[Any]) -> bool:
-    """Whether a program of torch.compile may write in place into what enters or leaves a region.
+def enter_once(graph: Any) -> None:
+    """Have what enters a region for several layers enter once in a program of torch.compile.
 
-    What several layers read entered once, and they would all have it as it was then.
+    As in eager blocks: until something leaves, and for as long as nothing writes into it, which
+    is known when the program is complete. What is written in between enters again.
     """
-    convert: Any = torch.ops.vescale_parallel.convert.default
-    reads = [
-        node.args[0].meta.get("example_value")
-        for node in graph.graph.nodes
-        if node.target is convert
-    ]
-    if not any(isinstance(read, Tensor) and version_of(read) > 0 for read in reads):
-        return False
-    began = _versions_of_inputs(graph, inputs)
-    return any(
-        version_of(read) > began.get(read.untyped_storage()._cdata, 0)
-        for read in reads
-        if isinstance(read, Tensor)
-    )
+    entered: dict[tuple[object, ...], Any] = {}
+    for node in [*graph.graph.nodes]:
+        if node.target is not torch.ops.vescale_parallel.convert.default:
+            continue
+        (read, number, there, back, dim), result = node.args[:5], node.meta["example_value"]
+        if there in ("sum", "scatter"):
+            entered.clear()
+        if (there, back) not in _ENTERS or not hasattr(result, _READ_VERSION):
+            continue
+        key = (id(read.meta["example_value"]), getattr(result, _READ_VERSION))
+        key = (*key, result.requires_grad, number, there, dim)
+        first = entered.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.graph.erase_node(node)
+    graph.recompile()
 
 
-def _versions_of_inputs(graph: Any, inputs: Sequence[Any]) -> dict[int, int]:
-    """Return how often inputs of a program were written to, by their memory, before it ran.
-
-    torch makes a tensor without values of each, and writes to some as it does: to that of a
-    parameter which is a view of a rank's buffer.
-    """
-    began, mode = dict[int, int](), FakeTensorMode()
-    nodes = (node for node in graph.graph.nodes if node.op == "placeholder")
-    for node, given in zip(nodes, inputs, strict=True):
-        made = node.meta.get("example_value")
-        if isinstance(given, Tensor) and isinstance(made, Tensor):
-            began[made.untyped_storage()._cdata] = version_of(mode.from_tensor(given))
-    return began
+def _note_version(x: Tensor, result: Tensor) -> None:
+    """Note with what is converted how often its source had been written to by then."""
+    if isinstance(x, FakeTensor) and not x.is_inference():
+        setattr(result, _READ_VERSION, version_of(x))
 
 
 class _Convert(torch.autograd.Function):
@@ -195,8 +192,10 @@ def _convert(
 ) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         converted: Any = _Convert.apply(x, number, there, back, dim, length, own, first)
-        return converted
-    return _run(x, number, there, dim, length, own, first)
+    else:
+        converted = _run(x, number, there, dim, length, own, first)
+    _note_version(x, converted)
+    return converted
 
 
 # One operator for torch.compile's frontend, which cannot follow autograd functions without a

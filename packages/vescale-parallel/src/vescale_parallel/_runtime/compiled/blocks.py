@@ -34,7 +34,7 @@ from vescale_parallel._model.code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._rng.sharded_rng import draws_in_part
 from vescale_parallel._tensor_parallel.conversions import Boundary
-from vescale_parallel._tensor_parallel.operators import writes_what_entered
+from vescale_parallel._tensor_parallel.operators import enter_once
 from vescale_parallel._torch_private import (
     compiled_graph,
     current_dispatch_mode,
@@ -94,10 +94,8 @@ class _Compiler:
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             self.breaks[_said(reason)] = None
-        if self._crosses and writes_what_entered(graph, inputs):
-            raise RuntimeError(
-                "it writes in place into an activation that tensor-parallel ranks share"
-            )
+        if self._crosses:
+            enter_once(graph)
         attends = _attends(graph)
         run = cast("Callable[..., Any]", graph.forward)
         try:
@@ -132,8 +130,7 @@ class _CompiledForward:
         self._fqn, self._forward = fqn, forward
         self._is_coupled, self._boundary = is_coupled, boundary
         self._compiler = _Compiler(backend, boundary is not None)
-        run = _calling(forward) if boundary is None else _crossing(forward, boundary)
-        self._frames = CompiledFrames(run, num_modules)
+        self._frames = CompiledFrames(_calling(forward), num_modules)
         self._compiled = torch.compile(_seen_by(self._frames), backend=self._compiler)
         self._repeated = RepeatedCalls()
         self._eager = ""
@@ -248,17 +245,6 @@ def _seen_by(frames: CompiledFrames) -> Callable[..., Any]:
 def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
-
-    return with_own_code(run)
-
-
-def _crossing(forward: Callable[..., Any], boundary: Boundary) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        # Nothing from before a program is looked at within it, and nothing is left behind.
-        boundary.forget()
-        output = forward(*args, **kwargs)
-        boundary.forget()
-        return output
 
     return with_own_code(run)
 
