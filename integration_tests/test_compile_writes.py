@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -158,3 +159,28 @@ def test_what_is_written_in_place_enters_as_it_is_then(
         assert found == pytest.approx(expected, rel=1e-12)
         assert not said
         assert all(block.num_graphs and not block.eager for block in report.values())
+
+
+def passes_of_own_compile(kind: type[Block], plan: str) -> list[float]:
+    """Return the losses of a program that compiles the blocks of a parallelized model itself."""
+    model: Any = net(kind)
+    model = vescale.parallelize(
+        vescale.generate_plan(model, PLANS[plan], example_batch=ids(6)), model
+    )
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what it does not follow
+        return passes(model)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("kind", [Before, Between, BehindABreak])
+def test_so_it_does_where_a_program_compiles_its_blocks_itself(
+    world2: World, kind: type[Block], plan: str
+) -> None:
+    expected = passes(net(kind))
+    for found in world2.run(passes_of_own_compile, kind, plan):
+        # As above.
+        assert found == pytest.approx(expected, rel=1e-12)

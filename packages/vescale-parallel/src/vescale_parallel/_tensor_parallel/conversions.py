@@ -199,7 +199,7 @@ class Boundary:
         sent, and a cut one is gathered once.
         """
         if torch.compiler.is_compiling():
-            # A finished program knows which layers read one tensor, and what writes into it.
+            # Which layers read one tensor is for the operator to see: here writes are not counted.
             return self._convert_entering(x, dim, stack)
         # Inference tensors have no version: nobody could tell whether they were changed since.
         version = None if x.is_inference() else x._version
@@ -318,6 +318,7 @@ class Boundary:
         """Let go of what entered last."""
         if not torch.compiler.is_compiling():  # a program holds nothing here, and lets nothing go
             self._entered = None
+            self._place.forget()
 
     def _length(self, x: Tensor, dim: int, stack: str) -> int:
         # Noted now: backward may run when the next batch has another length.

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_parallel._torch_private import FakeTensor, version_of
+from vescale_parallel._torch_private import version_of
 
 from .chunks import part_sizes
 from .communicators import ProcessRanks, Ranks
@@ -26,7 +26,9 @@ Kind = Literal["none", "sum", "gather", "scatter", "keep"]
 
 # What enters a region: what happens to it forward, and to its gradient.
 _ENTERS: tuple[tuple[Kind, Kind], ...] = (("none", "sum"), ("gather", "scatter"))
-_READ_VERSION = "_vescale_read_version"
+# What has entered, by the number of its ranks and its identity: it, when, and as what.
+_Entry = tuple["weakref.ref[Tensor]", tuple[object, ...], Tensor]
+_entered: dict[int, dict[int, _Entry]] = {}
 
 _numbers = itertools.count()
 _ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
@@ -97,6 +99,10 @@ class Place:
     def __init__(self, ranks: Ranks) -> None:
         self.size, self.rank, self.number = ranks.size, ranks.rank, _number_of(ranks)
 
+    def forget(self) -> None:
+        """Let go of what has entered."""
+        _entered.pop(self.number, None)
+
 
 def convert_traced(
     x: Tensor, place: Place, there: Kind, back: Kind, dim: int, length: int
@@ -117,36 +123,6 @@ def convert_traced(
         return x
     convert: Any = torch.ops.vescale_parallel.convert.default
     return convert(x, place.number, there, back, dim, length, own, first)
-
-
-def enter_once(graph: Any) -> None:
-    """Have what enters a region for several layers enter once in a program of torch.compile.
-
-    As in eager blocks: until something leaves, and for as long as nothing writes into it, which
-    is known when the program is complete. What is written in between enters again.
-    """
-    entered: dict[tuple[object, ...], Any] = {}
-    for node in [*graph.graph.nodes]:
-        if node.target is not torch.ops.vescale_parallel.convert.default:
-            continue
-        (read, number, there, back, dim), result = node.args[:5], node.meta["example_value"]
-        if there in ("sum", "scatter"):
-            entered.clear()
-        if (there, back) not in _ENTERS or not hasattr(result, _READ_VERSION):
-            continue
-        key = (id(read.meta["example_value"]), getattr(result, _READ_VERSION))
-        key = (*key, result.requires_grad, number, there, dim)
-        first = entered.setdefault(key, node)
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.graph.erase_node(node)
-    graph.recompile()
-
-
-def _note_version(x: Tensor, result: Tensor) -> None:
-    """Note with what is converted how often its source had been written to by then."""
-    if isinstance(x, FakeTensor) and not x.is_inference():
-        setattr(result, _READ_VERSION, version_of(x))
 
 
 class _Convert(torch.autograd.Function):
@@ -192,10 +168,29 @@ def _convert(
 ) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         converted: Any = _Convert.apply(x, number, there, back, dim, length, own, first)
-    else:
-        converted = _run(x, number, there, dim, length, own, first)
-    _note_version(x, converted)
-    return converted
+        return converted
+    return _run(x, number, there, dim, length, own, first)
+
+
+def _convert_once(
+    x: Tensor, number: int, there: Kind, back: Kind, dim: int, length: int, own: int, first: int
+) -> Tensor:
+    """Convert; what enters for several layers enters once, as in eager blocks.
+
+    Until something leaves, and for as long as nothing writes into it. Where a backend runs this
+    on tensors without values they count writes, too.
+    """
+    if there in ("sum", "scatter"):
+        _entered.pop(number, None)
+    if (there, back) not in _ENTERS or x.is_inference():
+        return _convert(x, number, there, back, dim, length, own, first)
+    key = (version_of(x), torch.is_grad_enabled(), x.requires_grad, there, dim)
+    held = _entered.setdefault(number, {})
+    source, when, entered = held.get(id(x), (None, None, None))
+    if source is None or source() is not x or when != key or entered is None:
+        entered = _convert(x, number, there, back, dim, length, own, first)
+        held[id(x)] = weakref.ref(x), key, entered
+    return entered
 
 
 # One operator for torch.compile's frontend, which cannot follow autograd functions without a
@@ -205,4 +200,4 @@ _library.define(
     "convert(Tensor x, int ranks, str there, str back, int dim, SymInt length, SymInt own, "
     "SymInt first) -> Tensor"
 )
-_library.impl("convert", _convert, "CompositeImplicitAutograd")
+_library.impl("convert", _convert_once, "CompositeImplicitAutograd")
