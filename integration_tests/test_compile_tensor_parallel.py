@@ -240,6 +240,6 @@ def lengths() -> None:
     loss.backward()
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_third_length_does_not_compile_collectives_again(world2: World) -> None:
     world2.run(lengths)
