@@ -86,8 +86,6 @@ def _run(x: Tensor, ranks: Ranks, kind: Kind, dim: int, length: int) -> Tensor:
     return own_part(x, dim, ranks) if kind == "keep" else x
 
 
-_NOTHING: tuple[Tensor | None, int | None, Tensor | None] = (None, None, None)
-
 _ALWAYS = (
     "call the first and the last block in every call, skip others only, or set "
     "tensor_parallel.sequence to False"
@@ -123,8 +121,7 @@ class Boundary:
         self.lengths: dict[str, int] = {}
         self.listener: Callable[[Crossing], None] | None = None
         self._entered: tuple[weakref.ref[Tensor], tuple[object, ...], Tensor] | None = None
-        # While a block is compiled. Programs begin and end with nothing in here.
-        self._place, self._traced = Place(ranks), _NOTHING
+        self._place = Place(ranks)  # while a block is compiled
         self._ends: dict[str, tuple[str, str]] = {}
         self._cut: set[str] = set()
         self._is_running = False
@@ -202,7 +199,8 @@ class Boundary:
         sent, and a cut one is gathered once.
         """
         if torch.compiler.is_compiling():
-            return self._enter_traced(x, dim, stack)
+            # Which layers read one tensor is for the operator to see: here writes are not counted.
+            return self._convert_entering(x, dim, stack)
         # Inference tensors have no version: nobody could tell whether they were changed since.
         version = None if x.is_inference() else x._version
         key = (version, torch.is_grad_enabled(), x.requires_grad, dim)
@@ -213,15 +211,6 @@ class Boundary:
             # What runs again ends where backward has all it asked for, before anything leaves.
             call_after_backward(self.forget)
         self._entered = None if version is None else (weakref.ref(x), key, entered)
-        return entered
-
-    def _enter_traced(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
-        """Enter while a block is compiled: which layers read one tensor is known by then."""
-        held, held_dim, entered = self._traced
-        if held is x and held_dim == dim and entered is not None:
-            return entered
-        entered = self._convert_entering(x, dim, stack)
-        self._traced = (x, dim, entered)
         return entered
 
     def _convert_entering(self, x: Tensor, dim: int | None, stack: str) -> Tensor:
@@ -327,10 +316,9 @@ class Boundary:
 
     def forget(self) -> None:
         """Let go of what entered last."""
-        if torch.compiler.is_compiling():
-            self._traced = _NOTHING
-        else:
+        if not torch.compiler.is_compiling():  # a program holds nothing here, and lets nothing go
             self._entered = None
+            self._place.forget()
 
     def _length(self, x: Tensor, dim: int, stack: str) -> int:
         # Noted now: backward may run when the next batch has another length.

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_parallel._torch_private import FakeTensorMode, version_of
+from vescale_parallel._torch_private import version_of
 
 from .chunks import part_sizes
 from .communicators import ProcessRanks, Ranks
@@ -24,6 +23,12 @@ from .communicators import ProcessRanks, Ranks
 # What happens to an activation: nothing, or it is summed over ranks, put together from their
 # shards, summed and sharded, or sharded.
 Kind = Literal["none", "sum", "gather", "scatter", "keep"]
+
+# What enters a region: what happens to it forward, and to its gradient.
+_ENTERS: tuple[tuple[Kind, Kind], ...] = (("none", "sum"), ("gather", "scatter"))
+# What has entered, by the number of its ranks and its identity: it, when, and as what.
+_Entry = tuple["weakref.ref[Tensor]", tuple[object, ...], Tensor]
+_entered: dict[int, dict[int, _Entry]] = {}
 
 _numbers = itertools.count()
 _ranks: weakref.WeakValueDictionary[int, Ranks] = weakref.WeakValueDictionary()
@@ -94,6 +99,10 @@ class Place:
     def __init__(self, ranks: Ranks) -> None:
         self.size, self.rank, self.number = ranks.size, ranks.rank, _number_of(ranks)
 
+    def forget(self) -> None:
+        """Let go of what has entered."""
+        _entered.pop(self.number, None)
+
 
 def convert_traced(
     x: Tensor, place: Place, there: Kind, back: Kind, dim: int, length: int
@@ -114,42 +123,6 @@ def convert_traced(
         return x
     convert: Any = torch.ops.vescale_parallel.convert.default
     return convert(x, place.number, there, back, dim, length, own, first)
-
-
-def writes_what_entered(graph: Any, inputs: Sequence[Any]) -> bool:
-    """Whether a program of torch.compile may write in place into what enters or leaves a region.
-
-    What several layers read entered once, and they would all have it as it was then.
-    """
-    convert: Any = torch.ops.vescale_parallel.convert.default
-    reads = [
-        node.args[0].meta.get("example_value")
-        for node in graph.graph.nodes
-        if node.target is convert
-    ]
-    if not any(isinstance(read, Tensor) and version_of(read) > 0 for read in reads):
-        return False
-    began = _versions_of_inputs(graph, inputs)
-    return any(
-        version_of(read) > began.get(read.untyped_storage()._cdata, 0)
-        for read in reads
-        if isinstance(read, Tensor)
-    )
-
-
-def _versions_of_inputs(graph: Any, inputs: Sequence[Any]) -> dict[int, int]:
-    """Return how often inputs of a program were written to, by their memory, before it ran.
-
-    torch makes a tensor without values of each, and writes to some as it does: to that of a
-    parameter which is a view of a rank's buffer.
-    """
-    began, mode = dict[int, int](), FakeTensorMode()
-    nodes = (node for node in graph.graph.nodes if node.op == "placeholder")
-    for node, given in zip(nodes, inputs, strict=True):
-        made = node.meta.get("example_value")
-        if isinstance(given, Tensor) and isinstance(made, Tensor):
-            began[made.untyped_storage()._cdata] = version_of(mode.from_tensor(given))
-    return began
 
 
 class _Convert(torch.autograd.Function):
@@ -199,6 +172,27 @@ def _convert(
     return _run(x, number, there, dim, length, own, first)
 
 
+def _convert_once(
+    x: Tensor, number: int, there: Kind, back: Kind, dim: int, length: int, own: int, first: int
+) -> Tensor:
+    """Convert; what enters for several layers enters once, as in eager blocks.
+
+    Until something leaves, and for as long as nothing writes into it. Where a backend runs this
+    on tensors without values they count writes, too.
+    """
+    if there in ("sum", "scatter"):
+        _entered.pop(number, None)
+    if (there, back) not in _ENTERS or x.is_inference():
+        return _convert(x, number, there, back, dim, length, own, first)
+    key = (version_of(x), torch.is_grad_enabled(), x.requires_grad, there, dim)
+    held = _entered.setdefault(number, {})
+    source, when, entered = held.get(id(x), (None, None, None))
+    if source is None or source() is not x or when != key or entered is None:
+        entered = _convert(x, number, there, back, dim, length, own, first)
+        held[id(x)] = weakref.ref(x), key, entered
+    return entered
+
+
 # One operator for torch.compile's frontend, which cannot follow autograd functions without a
 # warning of its own; behind it, of what compiles a graph, it is what it consists of.
 _library = torch.library.Library("vescale_parallel", "FRAGMENT")
@@ -206,4 +200,4 @@ _library.define(
     "convert(Tensor x, int ranks, str there, str back, int dim, SymInt length, SymInt own, "
     "SymInt first) -> Tensor"
 )
-_library.impl("convert", _convert, "CompositeImplicitAutograd")
+_library.impl("convert", _convert_once, "CompositeImplicitAutograd")

@@ -34,7 +34,6 @@ from vescale_parallel._model.code import with_own_code
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._rng.sharded_rng import draws_in_part
 from vescale_parallel._tensor_parallel.conversions import Boundary
-from vescale_parallel._tensor_parallel.operators import writes_what_entered
 from vescale_parallel._torch_private import (
     compiled_graph,
     current_dispatch_mode,
@@ -83,8 +82,8 @@ class _Compiler:
     which would be held for as long, too: what is behind a break is code of the process.
     """
 
-    def __init__(self, backend: str, crosses: bool) -> None:
-        self._backend, self._crosses = backend, crosses
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
         self.breaks: dict[str, None] = {}
         self.num_graphs, self.has_run, self.failure = 0, False, ""
 
@@ -94,10 +93,6 @@ class _Compiler:
         reason = getattr(graph, "compile_subgraph_reason", None)
         if reason is not None and reason.graph_break:
             self.breaks[_said(reason)] = None
-        if self._crosses and writes_what_entered(graph, inputs):
-            raise RuntimeError(
-                "it writes in place into an activation that tensor-parallel ranks share"
-            )
         attends = _attends(graph)
         run = cast("Callable[..., Any]", graph.forward)
         try:
@@ -131,7 +126,7 @@ class _CompiledForward:
     ) -> None:
         self._fqn, self._forward = fqn, forward
         self._is_coupled, self._boundary = is_coupled, boundary
-        self._compiler = _Compiler(backend, boundary is not None)
+        self._compiler = _Compiler(backend)
         run = _calling(forward) if boundary is None else _crossing(forward, boundary)
         self._frames = CompiledFrames(run, num_modules)
         self._compiled = torch.compile(_seen_by(self._frames), backend=self._compiler)
@@ -254,11 +249,10 @@ def _calling(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _crossing(forward: Callable[..., Any], boundary: Boundary) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Nothing from before a program is looked at within it, and nothing is left behind.
+        # A program knows the boundary from here first: integers of what it knows from a module,
+        # or its hooks, are constants to torch, and each length of sequences had its own program.
         boundary.forget()
-        output = forward(*args, **kwargs)
-        boundary.forget()
-        return output
+        return forward(*args, **kwargs)
 
     return with_own_code(run)
 
