@@ -15,7 +15,11 @@ from torch import Tensor, nn
 from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.copies import snapshot
 from vescale_parallel._model.inputs import bind, opened
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    pytree,
+)
 
 from .fake_run import FakeRun, Listener, Operator
 
@@ -26,6 +30,11 @@ class DryRunError(ValueError):
     def __init__(self, fqn: str, error: Exception) -> None:
         super().__init__(f"in module {fqn!r}: {type(error).__name__}: {error}")
         self.fqn = fqn
+
+
+def asks_for_values(error: DryRunError) -> bool:
+    """Whether a forward does not run on shapes alone, however many rows there are."""
+    return isinstance(error.__cause__, DataDependentOutputException | DynamicOutputShapeException)
 
 
 @dataclass(frozen=True)

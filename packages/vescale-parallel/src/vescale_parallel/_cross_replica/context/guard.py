@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -15,13 +16,13 @@ from vescale_parallel._cross_replica.context.reach.flags import Flags, flags_of,
 from vescale_parallel._model.blocks import alike_parameters, blocks_of, sequence_stacks
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
-from vescale_parallel._model.inputs import bind, opened, small_example
+from vescale_parallel._model.inputs import bind, opened, small_examples
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.call_signature import CallForms
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .attending import NotSlicedError
+from .attending import NotRunError, NotSlicedError
 from .attention.intercept import LEFT_OUT
 from .blocks import ShortSequenceError, SlicedBlocks
 from .proof import DrawsBy, proven_slicing
@@ -105,11 +106,8 @@ class ContextGuard:
         form = self._forms.form(args, kwargs), _equal_lengths(named), flags_of(self._model)
         if form not in self._known:
             named = pytree.tree_map_only(Tensor, plain, named)
-            small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
             try:
-                self._known[form] = in_fresh_thread(
-                    lambda: self._prove(small), of=self._whole or nn.Module()
-                )
+                self._known[form] = self._proven_on_few(named)
             except ShortSequenceError:
                 return Slicing()  # it runs whole, and says nothing of longer ones
             except NotSlicedError as error:
@@ -122,6 +120,18 @@ class ContextGuard:
                     f"products of queries with keys; or {LEAVE_OUT}{raised}"
                 ) from error
         return self._known[form]
+
+    def _proven_on_few(self, named: Mapping[str, Any]) -> Slicing:
+        """Compare on as few rows as the model runs on; see [Note: groups of rows]."""
+        errors: list[NotRunError] = []
+        for few in small_examples(named):
+            small = pytree.tree_map_only(Tensor, Tensor.cpu, few)
+            try:
+                prove = functools.partial(self._prove, small)
+                return in_fresh_thread(prove, of=self._whole or nn.Module())
+            except NotRunError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _prove(self, named: Mapping[str, Any]) -> Slicing:
         whole = subject = self._whole
