@@ -224,7 +224,8 @@ def _proposed(runs: DryRuns, policy: str, size: int, *, sequence: bool) -> Shard
 
 def _by_axes(runs: DryRuns, size: int, *, sequence: bool) -> ShardingProposal:
     model, batch = runs.model, runs.batch
-    trace = _axes(model, batch)
+    # A region of a sequence is gathered where its gradient would be summed, frozen or not.
+    trace = _axes(model, batch, all_trained=sequence)
     proposed = find_candidates(model, batch, size, trace=trace)
     attention, whole = attention_groups(model, size)
     shared = _with_shared_heads(model, batch, size, trace)
@@ -236,14 +237,14 @@ def _by_axes(runs: DryRuns, size: int, *, sequence: bool) -> ShardingProposal:
     return replace(arranged, left_whole={**rejected, **whole, **arranged.left_whole})
 
 
-def _axes(model: nn.Module, batch: Any) -> Trace:
+def _axes(model: nn.Module, batch: Any, *, all_trained: bool = False) -> Trace:
     try:
-        return infer_axes(model, batch)
+        return infer_axes(model, batch, all_trained=all_trained)
     except ObservationError:
         with experts_without_values(model) as others:
             if not others:
                 raise
-            return infer_axes(model, batch)
+            return infer_axes(model, batch, all_trained=all_trained)
 
 
 def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:
