@@ -15,12 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 # Tensors with shapes and no memory; without them a model could only be observed by running it.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -83,8 +78,6 @@ saved_tensors_hooks_in_force: Callable[[bool], tuple[Any, Any] | None] = (
 __all__ = [
     "HUNG_BY_SCHEDULER",
     "STEP_WAS_CALLED",
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.batches.small_batches import within
@@ -25,6 +26,7 @@ from vescale_parallel._verify.threads import in_fresh_thread
 from .attending import NotRunError, NotSlicedError
 from .attention.intercept import LEFT_OUT
 from .blocks import ShortSequenceError, SlicedBlocks
+from .conversions import with_whole_gradient
 from .proof import DrawsBy, proven_slicing
 from .slices import ContextRanks, Method
 from .slicing import LEAVE_OUT, Slicing
@@ -70,6 +72,7 @@ class ContextGuard:
         self._known: dict[tuple[str, tuple[int, ...], Flags], Slicing] = {}
         self._model = model
         self._blocks: SlicedBlocks | None = None
+        self._ranks: ContextRanks | None = None
         if batch is not None:
             args, kwargs = bind(model, opened(batch))
             args, kwargs = self.without_cache(args, kwargs)
@@ -82,6 +85,7 @@ class ContextGuard:
 
         ``compiled`` says whether torch.compile compiles what their forwards are now.
         """
+        self._ranks = ranks
         self._blocks = SlicedBlocks(ranks, self._method, compiled=compiled)
         self._blocks.install(model, self._stacks, self._units)
         self._blocks.behind.returns_all = not self._only_loss
@@ -156,6 +160,20 @@ class ContextGuard:
             behind=self._only_loss,
         )
         return found if subject is whole else of_all_blocks(found, subject, whole)
+
+    def completed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call's arguments without a cache, with gradients of whole sequences."""
+        given = self.without_cache(args, kwargs)
+        if not torch.is_grad_enabled():
+            return given
+        return pytree.tree_map_only(Tensor, self._with_whole_gradient, given)
+
+    def _with_whole_gradient(self, x: Tensor) -> Tensor:
+        if not x.requires_grad or self._ranks is None:
+            return x
+        return with_whole_gradient(x, self._ranks)
 
     def without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
