@@ -28,7 +28,7 @@ class Smoothed(nn.Module):
     def __init__(self, kind: Kind) -> None:
         super().__init__()
         self.kind = kind
-        self.model = hugging_face("llama", "eager", **CONFIGS["llama"])
+        self.model: Any = hugging_face("llama", "eager", **CONFIGS["llama"])
 
     def loss_of(self, embedded: Tensor, input_ids: Tensor) -> Tensor:
         logits = self.model(inputs_embeds=embedded, use_cache=False).logits
