@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.inputs import bind, example_from, example_of
+from vescale_parallel._model.inputs import bind, example_from, example_of, small_examples
 
 
 class Named(nn.Module):
@@ -70,3 +70,14 @@ def test_configurations_that_do_not_say_all_of_an_input_give_no_example() -> Non
     assert int(spoken["input_ids"].max()) == 4
     encoder = OfConfig("input_features", max_source_positions=8, num_mel_bins=4)
     assert example_of(encoder) is None  # of Whisper, alone
+
+
+def test_rows_to_try_are_two_and_then_whole_groups() -> None:
+    batch = {"x": torch.randn(12, 3), "y": torch.arange(12)}
+    assert [len(each["x"]) for each in small_examples(batch)] == [2, 3, 4, 6, 12]
+    assert [len(each["y"]) for each in small_examples(batch)] == [2, 3, 4, 6, 12]
+
+
+def test_no_other_rows_are_tried_of_what_has_something_without_rows() -> None:
+    batch = {"x": torch.randn(12, 3), "mask": torch.randn(3, 3)}
+    assert [len(each["x"]) for each in small_examples(batch)] == [12]

@@ -19,7 +19,7 @@ from vescale_parallel._model.blocks import block_stacks
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
 from vescale_parallel._model.inputs import bind
 from vescale_parallel._tensor_parallel.sharding_spec import resolve
-from vescale_parallel._trace.dry_run import DryRunError
+from vescale_parallel._trace.dry_run import DryRunError, asks_for_values
 from vescale_parallel._verify.calls.call_signature import CallForms, proof_record
 from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.equivalence import CheckResult
@@ -117,11 +117,18 @@ def place_collectives(
 
 
 def _refused_sequence(error: DryRunError) -> str:
+    if not asks_for_values(error):
+        return (
+            "tensor_parallel.sequence has to see the shapes of activations in a forward, and that "
+            f"of the example does not run: {error}. Give a batch that it runs on, or leave out "
+            "tensor_parallel.sequence"
+        )
     return (
         "tensor_parallel.sequence has to see the shapes of activations in a forward without "
-        f"values, and module {error.fqn!r} asks for values ({error.__cause__}). Of a mixture of "
-        "experts of transformers use experts_implementation='batched_mm' or 'grouped_mm' instead "
-        "of 'eager', or leave out tensor_parallel.sequence"
+        f"values, and module {error.fqn!r} asks for values ({error.__cause__}). Where a mask of "
+        "booleans indexes (losses[mask].mean()), multiply by it instead; of a mixture of experts "
+        "of transformers use experts_implementation='batched_mm' or 'grouped_mm' instead of "
+        "'eager'; or leave out tensor_parallel.sequence"
     )
 
 

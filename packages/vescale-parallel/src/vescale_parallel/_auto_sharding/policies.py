@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.experts_implementation import experts_without_values
 from vescale_parallel._model.fqns import generalize, matching
-from vescale_parallel._model.inputs import example_of, small_example
+from vescale_parallel._model.inputs import example_of
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._rng.predict import draw_marks
 from vescale_parallel._tensor_parallel.shard_module import check_counts
@@ -25,7 +25,7 @@ from vescale_parallel._tensor_parallel.tensor_sharding import shard
 from vescale_parallel._trace.axes import Trace, infer_axes
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
-from vescale_parallel._verify.dry_runs import DryRuns
+from vescale_parallel._verify.dry_runs import DryRuns, dry_runs_of_few
 from vescale_parallel._verify.equivalence import MAX_NUMEL
 from vescale_parallel._verify.plan_of_scaled_down import plan_of_scaled_down
 from vescale_parallel._verify.scaled_down_model import (
@@ -135,10 +135,9 @@ def _propose(
 def _propose_as_it_is(
     model: nn.Module, batch: Any, policy: str, size: int, *, sequence: bool
 ) -> ShardingProposal:
-    batch = small_example(batch)
-    runs = DryRuns(model, batch)
+    runs = dry_runs_of_few(model, batch)
     proposal = _proposed(runs, policy, size, sequence=sequence)
-    draws = draw_marks(model, batch, proposal.plan, size, runs)
+    draws = draw_marks(model, runs.batch, proposal.plan, size, runs)
     return replace(proposal, plan={**proposal.plan, **draws})
 
 
@@ -225,7 +224,8 @@ def _proposed(runs: DryRuns, policy: str, size: int, *, sequence: bool) -> Shard
 
 def _by_axes(runs: DryRuns, size: int, *, sequence: bool) -> ShardingProposal:
     model, batch = runs.model, runs.batch
-    trace = _axes(model, batch)
+    # A region of a sequence is gathered where its gradient would be summed, frozen or not.
+    trace = _axes(model, batch, all_trained=sequence)
     proposed = find_candidates(model, batch, size, trace=trace)
     attention, whole = attention_groups(model, size)
     shared = _with_shared_heads(model, batch, size, trace)
@@ -237,14 +237,14 @@ def _by_axes(runs: DryRuns, size: int, *, sequence: bool) -> ShardingProposal:
     return replace(arranged, left_whole={**rejected, **whole, **arranged.left_whole})
 
 
-def _axes(model: nn.Module, batch: Any) -> Trace:
+def _axes(model: nn.Module, batch: Any, *, all_trained: bool = False) -> Trace:
     try:
-        return infer_axes(model, batch)
+        return infer_axes(model, batch, all_trained=all_trained)
     except ObservationError:
         with experts_without_values(model) as others:
             if not others:
                 raise
-            return infer_axes(model, batch)
+            return infer_axes(model, batch, all_trained=all_trained)
 
 
 def _with_shared_heads(model: nn.Module, batch: Any, size: int, trace: Trace) -> list[Group]:

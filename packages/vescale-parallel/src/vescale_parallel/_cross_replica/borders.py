@@ -7,7 +7,7 @@ Kept apart from what finds it (:mod:`.check`) and from what carries it out
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -316,3 +316,14 @@ def two_batches(found: RowCoupling, other: RowCoupling, dims: RowDims) -> str:
 
 def named(found: RowCoupling) -> str:
     return ", ".join(f"{fqn or 'the model'!r} ({why})" for fqn, why in found.regions.items())
+
+
+def with_regions_of(found: RowCoupling, other: RowCoupling) -> RowCoupling:
+    """Return both; where rows lie, the first one knows better."""
+    if not other.regions and not other.added and other.apart is None:
+        return found
+    module_rows = {
+        at: each for at, each in other.module_rows.items() if at not in found.module_rows
+    }
+    said = {"given": found.given, "returned": found.returned}
+    return joined([found, replace(other, module_rows=module_rows, **said)])

@@ -13,8 +13,13 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import pipeline_blocks
 from vescale_parallel._model.copies import copied_without_values, pairs, plain, tensors_within
-from vescale_parallel._model.inputs import has_dims, usual_num_rows
-from vescale_parallel._model.kept_outside import filled_by, filled_error, nothing_kept_outside
+from vescale_parallel._model.inputs import has_dims
+from vescale_parallel._model.kept_outside import (
+    filled_by,
+    filled_error,
+    handed_over_error,
+    nothing_kept_outside,
+)
 from vescale_parallel._model.random_copies import in_double, random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import pytree
@@ -26,6 +31,7 @@ from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .batches.graphs import coupling_of_call
+from .batches.num_rows import chosen_num_rows, row_counts_to_try
 from .batches.small_batches import Extremes, largest_table, some_rows, within
 from .borders import (
     NOWHERE,
@@ -35,16 +41,16 @@ from .borders import (
     joined,
     less_dependent,
     two_batches,
-    unclear_rows,
+    with_regions_of,
 )
-from .check import CannotRunError, Given, UnclearRowsError, row_coupling
+from .check import CannotRunError, Given, row_coupling
 from .gradients_of_parts import NoNumbersError
+from .parts import NUM_ROWS
 from .row_counts import (
     RowDims,
     is_of_list,
     likely_row_counts,
     other_dims,
-    shapes_with_rows,
     unusual_dims,
     values_of_rows,
 )
@@ -123,9 +129,8 @@ class RowGuard:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[str, int]:
         """Return what tells the forms of call apart."""
-        modes = [module.training for module in model.modules()]
-        flags = self._flags.of(model)
-        return self._forms.form(args, kwargs), hash((torch.is_grad_enabled(), *modes, flags))
+        modes = tuple(module.training for module in model.modules()), self._flags.of(model)
+        return self._forms.form(args, kwargs), hash((torch.is_grad_enabled(), modes))
 
     def _find(
         self,
@@ -142,9 +147,22 @@ class RowGuard:
         seen = in_fresh_thread(lambda: self._seen(key[0], model, given, known_rows), of=model)
         give_memory_back()
         elsewhere = functools.partial(self._with_other_dims, key, model, given, known_rows)
+
+        def in_groups(seen: Seen) -> Seen:
+            """Return what more rows show where the model does not run on few."""
+            if not seen.why or seen.is_wrong:
+                return seen
+            more = functools.partial(self._seen, key[0], model, given, known_rows, in_groups=True)
+            again = in_fresh_thread(more, of=model)
+            give_memory_back()
+            return seen if again.why and not again.is_wrong else again
+
         if not torch.is_grad_enabled() and not seen.found.regions and not seen.found.added:
             # Without a word to others: one rank may evaluate alone.
-            return elsewhere([seen], lambda mine: [mine]) or seen.found
+            if (found := elsewhere([seen], lambda mine: [mine])) is not None:
+                return found
+            if not (seen := in_groups(seen)).found.regions:
+                return seen.found
         ranks: list[Seen] = self._exchange(seen)
         forms = {each.form for each in ranks}
         if len(forms) > 1:
@@ -153,6 +171,8 @@ class RowGuard:
             )
         if (found := elsewhere(ranks, self._exchange)) is not None:
             return found
+        if any(each.why and not each.is_wrong for each in ranks):
+            ranks = self._exchange(in_groups(seen))
         refusals = [each.why for each in ranks if each.is_wrong]
         if refusals:
             raise ValueError(refusals[0])
@@ -207,14 +227,22 @@ class RowGuard:
         """Return the dims of the rows in a form of call where shapes would mislead."""
         return self._dims.get(key, ())
 
-    def _seen(self, form: str, model: nn.Module, given: Given, known_rows: int | None) -> Seen:
+    def _seen(
+        self,
+        form: str,
+        model: nn.Module,
+        given: Given,
+        known_rows: int | None,
+        *,
+        in_groups: bool = False,
+    ) -> Seen:
         found, why, is_wrong = NOWHERE, "", False
         try:
             with nothing_kept_outside(model) as outside:
-                found = self._check(model, given, known_rows)
+                found = self._check(model, given, known_rows, in_groups)
                 name = outside.handed_over() if self._losses_only else None
             if name is not None:
-                raise ValueError(_handed_over(name))
+                raise ValueError(handed_over_error(name))
             if self._filled:
                 raise ValueError(filled_error(min(self._filled)))
         except RowCheckError as error:
@@ -235,11 +263,13 @@ class RowGuard:
                     break
         return found
 
-    def _check(self, model: nn.Module, given: Given, known_rows: int | None) -> RowCoupling:
+    def _check(
+        self, model: nn.Module, given: Given, known_rows: int | None, in_groups: bool
+    ) -> RowCoupling:
         return coupling_of_call(
             lambda: self.subject(model)[0],
             given,
-            lambda: self._check_rows(model, given, known_rows),
+            lambda: self._check_rows(model, given, known_rows, in_groups=in_groups),
             losses_only=self._skips_numbers,
         )
 
@@ -249,6 +279,8 @@ class RowGuard:
         given: Given,
         known_rows: int | None,
         dims: RowDims = (),
+        *,
+        in_groups: bool = False,
     ) -> RowCoupling:
         leaves = pytree.tree_leaves(given)
         if any(_holds_rows(leaf) for leaf in leaves):
@@ -260,11 +292,12 @@ class RowGuard:
         found: dict[int, RowCoupling] = {}
         errors: list[CannotRunError] = []
         for num_rows in likely_row_counts(*told) if known_rows is None else [known_rows]:
+            batches = (
+                (num_few, some_rows(given, num_rows, uneven=uneven, dims=dims, num_few=num_few))
+                for num_few in row_counts_to_try(num_rows, in_groups=in_groups)
+                for uneven in (True, False)
+            )
             try:
-                batches = (
-                    some_rows(given, num_rows, uneven=uneven, dims=dims)
-                    for uneven in (True, False)
-                )
                 found[num_rows] = self._coupling_of(subject, batches, is_scaled_down)
             except CannotRunError as error:
                 errors.append(error)
@@ -276,9 +309,9 @@ class RowGuard:
             raise CannotRunError("no tensor is given that has rows")
         if not found:
             raise errors[0]
-        chosen = _chosen(found, told)
+        chosen = chosen_num_rows(found, told)
         alike = self._of_rows_alike(subject, given, chosen, is_scaled_down, dims)
-        both = _with_regions_of(found[chosen], alike)
+        both = with_regions_of(found[chosen], alike)
         return replace(both, fails=True) if errors and both.regions and not dims else both
 
     def _of_rows_alike(
@@ -296,7 +329,8 @@ class RowGuard:
         last = largest_table(subject) - 1
         kinds = map(Extremes, (_twice, lambda value: value.clamp(min=last), lambda value: value))
         batches = (
-            some_rows(given, num_rows, uneven=False, alike=kind, dims=dims) for kind in kinds
+            (NUM_ROWS, some_rows(given, num_rows, uneven=False, alike=kind, dims=dims))
+            for kind in kinds
         )
         try:
             return self._coupling_of(subject, batches, is_scaled_down)
@@ -304,21 +338,26 @@ class RowGuard:
             return NOWHERE  # such rows need not fit the model
 
     def _coupling_of(
-        self, subject: nn.Module, batches: Iterable[list[Given]], is_scaled_down: bool
+        self,
+        subject: nn.Module,
+        batches: Iterable[tuple[int, list[Given]]],
+        is_scaled_down: bool,
     ) -> RowCoupling:
-        """Return what the first batch shows that the model runs on, each with its two halves."""
+        """Return what the first batch shows that the model runs on, each with both halves."""
         errors: list[CannotRunError] = []
-        for batch in batches:
+        for num_rows, batch in batches:
             if is_scaled_down:
                 batch = pytree.tree_map_only(Tensor, within(subject), batch)
             whole, *halves = batch
             try:
-                found = row_coupling(subject, whole, halves, losses_only=self._skips_numbers)
+                found = row_coupling(
+                    subject, whole, halves, num_rows=num_rows, losses_only=self._skips_numbers
+                )
             except CannotRunError as error:
                 errors.append(error)
                 continue
             return found.as_patterns() if is_scaled_down else found
-        raise errors[-1]
+        raise errors[-1] if errors else CannotRunError("no other number of rows is likely")
 
     def subject(self, model: nn.Module) -> tuple[nn.Module, bool]:
         """Return what to run: the model with random values, or a scaled-down one."""
@@ -352,45 +391,6 @@ class RowGuard:
 
 def _twice(value: Tensor) -> Tensor:
     return 2 * value.clamp(min=0) + 2
-
-
-def _with_regions_of(found: RowCoupling, other: RowCoupling) -> RowCoupling:
-    """Return both; where rows lie, the first one knows better."""
-    if not other.regions and not other.added and other.apart is None:
-        return found
-    module_rows = {
-        at: each for at, each in other.module_rows.items() if at not in found.module_rows
-    }
-    said = {"given": found.given, "returned": found.returned}
-    return joined([found, replace(other, module_rows=module_rows, **said)])
-
-
-def _handed_over(name: str) -> str:
-    return (
-        f"forward puts what has a gradient into {name!r}, which belongs to no module: each stage "
-        "of a pipeline would have there what its own blocks put there, of each micro-batch. "
-        "Return it from the block, add it up from block to block as an argument, or use "
-        "pipeline_parallel.size 1"
-    )
-
-
-def _chosen(found: Mapping[int, RowCoupling], given: Given) -> int:
-    """Return how many rows there are, of the numbers that were tried in this order.
-
-    Raises:
-        UnclearRowsError: If shapes and runs fit more than one.
-    """
-    first, *_, last = [*found, *found]
-    usual, firsts = usual_num_rows(given), {shape[0] for shape in shapes_with_rows(*given)}
-    if last == first or (found[last].regions and (first == usual or usual not in found)):
-        return first
-    # Of numbers of which each is the first dim of a tensor, targets (B) beside (T, B) or positions
-    # (S) beside (B, S), only the run can tell.
-    is_told = first not in firsts or (last in firsts and last != usual)
-    if found[last].regions or not is_told:
-        error = NotFewerRowsError if found[first].fails else UnclearRowsError
-        raise error(unclear_rows(found[first], first, found[last], last))
-    return last
 
 
 def _holds_rows(leaf: object) -> bool:

@@ -40,7 +40,7 @@ from .kept import (
     worth_a_warning,
 )
 from .means import is_number, with_means
-from .parts import NUM_PARTS, equal, is_part, same_value, where_rows
+from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, same_value, where_rows
 from .ranked_rows import picks_rows
 from .runs import Call, OtherCallsError, RowCheckError, Run, Script, run_module, seeded
 
@@ -60,22 +60,27 @@ _SMALLER = (0.1, 0.01)
 
 
 def row_coupling(
-    model: nn.Module, whole: Given, halves: Sequence[Given], *, losses_only: bool = False
+    model: nn.Module,
+    whole: Given,
+    halves: Sequence[Given],
+    *,
+    num_rows: int = NUM_ROWS,
+    losses_only: bool = False,
 ) -> RowCoupling:
     """Return where rows depend on each other in a call of a model.
 
-    The model is on the CPU, with values in float64; ``whole`` has :data:`NUM_ROWS` rows. With
+    The model is on the CPU, with values in float64; ``whole`` has ``num_rows`` rows. With
     ``losses_only``, numbers that have no gradient do not matter.
 
     Raises:
         CannotRunError: If the model cannot be run.
         GradientsDifferError: If its gradients differ though its results do not.
     """
-    found = _found(model, whole, halves, _Found(losses_only))
+    found = _found(model, whole, halves, _Found(losses_only, num_rows))
     coupling = found.coupling(whole, halves)
     if not found.may_add:
         return coupling
-    apart = _found(model, whole, halves, _Found(losses_only, added=found.may_add))
+    apart = _found(model, whole, halves, _Found(losses_only, num_rows, added=found.may_add))
     return replace(coupling, apart=apart.coupling(whole, halves))
 
 
@@ -98,6 +103,7 @@ class _Found:
 
     Attributes:
         losses_only: Whether numbers that have no gradient do not matter.
+        num_rows: How many all rows are.
         regions: Modules in whose own code rows depend on each other, and why.
         module_rows: By module and form of call.
         unclear: Calls of which it cannot be told where the rows are in what they are given.
@@ -115,6 +121,7 @@ class _Found:
     """
 
     losses_only: bool
+    num_rows: int
     regions: dict[str, str] = field(default_factory=dict[str, str])
     module_rows: dict[tuple[str, str], ModuleRows] = field(
         default_factory=dict[tuple[str, str], ModuleRows]
@@ -134,7 +141,7 @@ class _Found:
 
     def coupling(self, whole: Given, halves: Sequence[Given]) -> RowCoupling:
         """Return what was found, of a call with these rows and parts."""
-        given, _ = where_rows(Call(*whole).inputs, Call(*halves[0]).inputs)
+        given, _ = where_rows(Call(*whole).inputs, Call(*halves[0]).inputs, self.num_rows)
         return RowCoupling(
             regions=self.regions,
             module_rows=self.useful_rows(),
@@ -172,8 +179,8 @@ class _Found:
         at = fqn, structure((whole.args, whole.kwargs))
         if not fqn:
             self.names = leaf_names(whole.output)
-        inputs, is_clear = where_rows(whole.inputs, parts[0].inputs)
-        outputs, is_row_wise = where_rows(whole.outputs, parts[0].outputs)
+        inputs, is_clear = where_rows(whole.inputs, parts[0].inputs, self.num_rows)
+        outputs, is_row_wise = where_rows(whole.outputs, parts[0].outputs, self.num_rows)
         if fqn and not any(inputs) and _tells_num_rows(whole, parts[0]):
             # A region's code tells the number of all rows, so it is made for all of them.
             outputs = (None,) * len(outputs)
@@ -217,7 +224,7 @@ def _examine(
     why = _difference(whole, parts, found, fqn)
     if why is None:
         if is_model:
-            compare_gradients(whole, parts)
+            compare_gradients(whole, parts, found.num_rows)
             found.is_flat = _is_flat(whole, parts)
         return
     if is_model and not found.added:
@@ -247,7 +254,7 @@ def _examine_inside(
     module: nn.Module, fqn: str, whole: Run, halves: Sequence[Call], found: _Found
 ) -> str | None:
     """Examine the modules that a module calls; return why its own code needs all rows, if so."""
-    script = [Script(whole.calls, part) for part in range(NUM_PARTS)]
+    script = [Script(whole.calls, part, found.num_rows) for part in range(NUM_PARTS)]
     try:
         forced = [
             run_module(module, fqn, half, whole.counts, 1, each, written=found.written)
@@ -279,7 +286,8 @@ def _look_at_kept(
     if whole.subject is None or any(run.error for run in parts):
         return
     of_parts = [run.left for run in parts]
-    rows, places = with_rows(whole.left, of_parts), dependent(whole.left, of_parts)
+    left = whole.left, of_parts, found.num_rows
+    rows, places = with_rows(*left), dependent(*left)
     if rows and _again(model, call, whole, rows, found) is None:
         found.rows_read |= rows
     if not places:
@@ -306,16 +314,13 @@ def _again(
 def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: _Found) -> None:
     """Make regions of modules that keep what a region's code may read behind their backs."""
     for (holder, attribute), tensor in whole.kept.items():
-        if all(_equal_or_none(run.kept.get((holder, attribute)), tensor) for run in parts):
+        of_parts = [run.kept.get((holder, attribute)) for run in parts]
+        if all(x is not None and equal(x, tensor) for x in of_parts):
             continue
         while holder:
             path = f"{fqn}.{holder}".lstrip(".")
             found.regions.setdefault(path, f"{attribute!r}, which is kept, depends on the rows")
             holder = holder.rpartition(".")[0]
-
-
-def _equal_or_none(found: Tensor | None, expected: Tensor) -> bool:
-    return found is not None and equal(found, expected)
 
 
 def _difference(
@@ -339,7 +344,8 @@ def _difference(
         elif not _averages(expected, of_parts, parts) and (
             _is_loss(expected)
             or not all(
-                isinstance(x, Tensor) and is_part(x, expected, i) for i, x in enumerate(of_parts)
+                isinstance(x, Tensor) and is_part(x, expected, i, found.num_rows)
+                for i, x in enumerate(of_parts)
             )
         ):
             name = found.names[index] if not fqn and len(found.names) == len(outputs) > 1 else ""
@@ -354,7 +360,8 @@ def _difference(
             continue
         if not all(equal(run.written[name], parameter) for run in parts):
             return f"its parameter {name!r}, which it writes to, depends on all rows"
-    for at in dependent(whole.left, [run.left for run in parts]) if found.read else ():
+    of_parts = [run.left for run in parts]
+    for at in dependent(whole.left, of_parts, found.num_rows) if found.read else ():
         if absolute(fqn, at) in found.read and not (own and at[0]):
             return f"its attribute {at[1]!r}, which the next call reads, depends on all rows"
     return picks_rows(whole.picked, parts[0].picked, own=own)

@@ -14,7 +14,7 @@ from vescale_parallel._torch_private import backward_within_modes
 from vescale_parallel._verify.without_chance import WithoutChance
 
 from .borders import part_of_rows
-from .parts import NUM_PARTS, NUM_ROWS, rows_in
+from .parts import NUM_PARTS, rows_in
 from .runs import RowCheckError, Run
 
 
@@ -26,8 +26,8 @@ class NoNumbersError(GradientsDifferError):
     """Likewise, but results are nan for these rows, as where every token of one is masked."""
 
 
-def compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
-    """Raise if parameters' gradients are not the sum over parts."""
+def compare_gradients(whole: Run, parts: Sequence[Run], num_rows: int) -> None:
+    """Raise if parameters' gradients are not the sum over parts of all ``num_rows``."""
     outputs = whole.call.outputs
     weights = [torch.randn_like(x) if has_gradient(x) and x.dim() else None for x in outputs]
     left: dict[str, Tensor] = {}
@@ -46,9 +46,9 @@ def compare_gradients(whole: Run, parts: Sequence[Run]) -> None:
                 full = torch.ones_like(x) if weight is None else weight
                 given.append(-full / NUM_PARTS)
             else:
-                rows = rows_in(whole_output, x, part)
+                rows = rows_in(whole_output, x, part, num_rows)
                 assert rows is not None
-                given.append(-part_of_rows(weight, rows, part, NUM_PARTS, NUM_ROWS))
+                given.append(-part_of_rows(weight, rows, part, NUM_PARTS, num_rows))
         _add_gradients(run, given, left)
     for name, grad in left.items():
         size = sizes.get(name, 0.0)

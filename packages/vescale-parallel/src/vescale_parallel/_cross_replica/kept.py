@@ -46,18 +46,18 @@ def changed(before: Kept, after: Kept) -> Kept:
     return {at: x for at, x in after.items() if at not in before or not _same(before[at], x)}
 
 
-def dependent(whole: Kept, parts: Sequence[Kept]) -> set[Place]:
-    """Return what parts of the rows do not leave as all rows do, or their part of it."""
+def dependent(whole: Kept, parts: Sequence[Kept], num_rows: int) -> set[Place]:
+    """Return what parts do not leave as all ``num_rows`` do, or their part of it."""
     return {
         at
         for at, expected in whole.items()
-        if not _is_of_rows(expected, [part.get(at, []) for part in parts])
+        if not _is_of_rows(expected, [part.get(at, []) for part in parts], num_rows)
     }
 
 
-def with_rows(whole: Kept, parts: Sequence[Kept]) -> set[Place]:
+def with_rows(whole: Kept, parts: Sequence[Kept], num_rows: int) -> set[Place]:
     """Return what has something for every row, of which a part of the rows leaves its part."""
-    others = dependent(whole, parts)
+    others = dependent(whole, parts, num_rows)
     return {
         at
         for at, expected in whole.items()
@@ -164,7 +164,7 @@ def _equal(x: Any, y: Any) -> bool:
     return x == y
 
 
-def _is_of_rows(whole: Sequence[Any], parts: Sequence[Sequence[Any]]) -> bool:
+def _is_of_rows(whole: Sequence[Any], parts: Sequence[Sequence[Any]], num_rows: int) -> bool:
     if any(len(part) != len(whole) for part in parts):
         return len(whole) == sum(map(len, parts))  # a list with something for every row
     return all(
@@ -172,7 +172,10 @@ def _is_of_rows(whole: Sequence[Any], parts: Sequence[Sequence[Any]]) -> bool:
         or (
             isinstance(expected, Tensor)
             and expected.dim() > 0
-            and all(isinstance(x, Tensor) and is_part(x, expected, i) for i, x in enumerate(found))
+            and all(
+                isinstance(x, Tensor) and is_part(x, expected, i, num_rows)
+                for i, x in enumerate(found)
+            )
         )
         for expected, *found in zip(whole, *parts, strict=True)
     )

@@ -12,26 +12,26 @@ from .borders import Rows, part_of_rows, rows_dim
 NUM_ROWS, NUM_PARTS = 4, 2
 
 
-def rows_in(whole: Tensor, part: Tensor, index: int) -> Rows | None:
-    """Return where the rows are in a tensor, given the same for some of them."""
+def rows_in(whole: Tensor, part: Tensor, index: int, num_rows: int) -> Rows | None:
+    """Return where all ``num_rows`` are in a tensor, given the same for some of them."""
     dim = rows_dim(whole.shape, part.shape, NUM_PARTS)
     if dim is None:
         return None
     inner = Rows(dim, outermost=False)
     length = whole.shape[dim]
-    if length % NUM_ROWS == 0 and length > NUM_ROWS:
-        outer = part_of_rows(whole, Rows(dim), index, NUM_PARTS, NUM_ROWS)
-        inside = part_of_rows(whole, inner, index, NUM_PARTS, NUM_ROWS)
+    if length % num_rows == 0 and length > num_rows:
+        outer = part_of_rows(whole, Rows(dim), index, NUM_PARTS, num_rows)
+        inside = part_of_rows(whole, inner, index, NUM_PARTS, num_rows)
         if not equal(part, outer) and equal(part, inside):
             return inner
     return Rows(dim)
 
 
-def is_part(x: Tensor, whole: Tensor, part: int) -> bool:
+def is_part(x: Tensor, whole: Tensor, part: int, num_rows: int) -> bool:
     if x.shape == whole.shape:
         return equal(x, whole)
-    rows = rows_in(whole, x, part)
-    return rows is not None and equal(x, part_of_rows(whole, rows, part, NUM_PARTS, NUM_ROWS))
+    rows = rows_in(whole, x, part, num_rows)
+    return rows is not None and equal(x, part_of_rows(whole, rows, part, NUM_PARTS, num_rows))
 
 
 def same_value(x: Any, y: Any) -> bool:
@@ -59,14 +59,17 @@ def equal(found: Tensor, expected: Tensor, *, relative: float = 1e-9) -> bool:
     )
 
 
-def where_rows(whole: list[Any], part: list[Any]) -> tuple[tuple[Rows | None, ...], bool]:
+def where_rows(
+    whole: list[Any], part: list[Any], num_rows: int
+) -> tuple[tuple[Rows | None, ...], bool]:
     """Return where the rows are in tensors, and whether shapes tell for all of them."""
     if len(whole) != len(part):
         return (), False
     pairs = list(zip(whole, part, strict=True))
     both = [isinstance(w, Tensor) and isinstance(x, Tensor) for w, x in pairs]
     rows = [
-        rows_in(w, x, 0) if tensors else None for (w, x), tensors in zip(pairs, both, strict=True)
+        rows_in(w, x, 0, num_rows) if tensors else None
+        for (w, x), tensors in zip(pairs, both, strict=True)
     ]
     told = [
         not tensors or found is not None or w.shape == x.shape

@@ -28,7 +28,7 @@ from vescale_parallel._verify.without_chance import WithoutChance
 from .borders import part_of_rows
 from .kept import Kept, Place, changed, kept_in
 from .means import MeanTracker
-from .parts import NUM_PARTS, NUM_ROWS, is_part, rows_in, same_value
+from .parts import NUM_PARTS, is_part, rows_in, same_value
 from .ranked_rows import Picked, PickedRows
 
 
@@ -111,11 +111,13 @@ class Script:
     Attributes:
         calls: Of the run on all rows.
         part: Which part of the rows this run is on.
+        num_rows: How many all rows are.
         noticed: How an input was not that part, the first one.
     """
 
     calls: Sequence[tuple[str, Call]]
     part: int
+    num_rows: int
     noticed: str | None = None
 
     def inputs(self, index: int, fqn: str, call: Call, means: MeanTracker) -> Call:
@@ -143,7 +145,7 @@ class Script:
     def _differs(self, x: Any, whole: Any, means: MeanTracker) -> bool:
         if not isinstance(x, Tensor) or not isinstance(whole, Tensor):
             return isinstance(x, Tensor) != isinstance(whole, Tensor) or not same_value(x, whole)
-        return not means.is_mean(x) and not is_part(x, whole, self.part)
+        return not means.is_mean(x) and not is_part(x, whole, self.part, self.num_rows)
 
     def _scripted(self, x: Any, whole: Any, means: MeanTracker) -> Any:
         if not isinstance(x, Tensor) or not isinstance(whole, Tensor):
@@ -151,14 +153,14 @@ class Script:
         if means.is_mean(x):
             # Of all rows, so that what is wrong inside is not found again outside.
             return means.note(whole.clone().requires_grad_(x.requires_grad))
-        if is_part(x, whole, self.part):
+        if is_part(x, whole, self.part, self.num_rows):
             return x
         if x.shape == whole.shape:
             return whole.clone().requires_grad_(x.requires_grad)
-        rows = rows_in(whole, x, self.part)
+        rows = rows_in(whole, x, self.part, self.num_rows)
         if rows is None:
             return x
-        mine = part_of_rows(whole, rows, self.part, NUM_PARTS, NUM_ROWS)
+        mine = part_of_rows(whole, rows, self.part, NUM_PARTS, self.num_rows)
         return mine.clone().requires_grad_(x.requires_grad)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any, TypeGuard, cast
 
@@ -16,7 +16,7 @@ from vescale_parallel._torch_private import pytree
 
 from .copies import tensors_within
 
-_ROWS, _LENGTH = 2, 16
+_ROWS, _LENGTH, _MOST_ROWS = 2, 16, 64
 
 
 def batch_dims(batch: Any) -> tuple[int | None, ...]:
@@ -174,7 +174,21 @@ def example_from(dataset: Any) -> Any:
         return collate([dataset[0], dataset[min(1, len(dataset) - 1)]])
 
 
-def small_example(batch: Any) -> Any:
+def small_examples(batch: Any) -> Iterator[Any]:
+    """Yield :func:`small_example`, then more rows, for code that does not run on so few.
+
+    [Note: groups of rows] Code that has several rows in a group (the answers to one prompt, of
+    which rewards are compared) runs on whole groups only, ``rewards.view(-1, 8)``. Their size
+    divides the number of rows.
+    """
+    yield small_example(batch)
+    num_rows = usual_num_rows(opened(batch)) or 0
+    if has_rows_first(opened(batch)):
+        counts = range(_ROWS + 1, min(num_rows, _MOST_ROWS) + 1)
+        yield from (small_example(batch, count) for count in counts if num_rows % count == 0)
+
+
+def small_example(batch: Any, num_rows: int = _ROWS) -> Any:
     """Return the first rows of a batch, and the first positions if all its tensors are (B, S)."""
     batch = opened(batch)
     if not has_rows_first(batch):
@@ -182,7 +196,7 @@ def small_example(batch: Any) -> Any:
     length = common_length(batch, next(filter(has_dims, pytree.tree_leaves(batch))).shape[0])
 
     def small(x: Tensor) -> Tensor:
-        rows = x[:_ROWS]
+        rows = x[:num_rows]
         return some_that_count(rows[:, :length] if length is not None and x.dim() == 2 else rows)
 
     return pytree.tree_map_only(Tensor, lambda x: small(x) if x.dim() else x, batch)

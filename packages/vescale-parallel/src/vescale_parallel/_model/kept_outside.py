@@ -260,3 +260,13 @@ def _with_graphs(held: Any) -> list[Tensor]:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is tuple and len(a) == len(b) == 2 and a[0] is b[0] and a[1] is b[1])
+
+
+def handed_over_error(name: str) -> str:
+    """Return that what has a gradient was put where no module is, in a pipeline."""
+    return (
+        f"forward puts what has a gradient into {name!r}, which belongs to no module: each stage "
+        "of a pipeline would have there what its own blocks put there, of each micro-batch. "
+        "Return it from the block, add it up from block to block as an argument, or use "
+        "pipeline_parallel.size 1"
+    )

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from vescale_parallel._model.blocks import blocks_of
 from vescale_parallel._model.fqns import generalize, generalize_first, matching
-from vescale_parallel._model.inputs import bind, has_rows_first, opened, small_example
+from vescale_parallel._model.inputs import bind, has_rows_first, opened
 from vescale_parallel._tensor_parallel.chunks import shard_of_parts
 from vescale_parallel._tensor_parallel.shard_module import placement_between
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec, placement_text
@@ -27,7 +27,7 @@ from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.fake_tensors import ObservationError
 from vescale_parallel._trace.memory_order import NotedOrder
 from vescale_parallel._trace.rng_trace import NotedDraw
-from vescale_parallel._verify.dry_runs import DryRuns
+from vescale_parallel._verify.dry_runs import DryRuns, dry_runs_of_few
 from vescale_parallel._verify.rank_dry_run import draws_of_rank
 
 from .known_draws import Scope, ShardedDraw, common, mark, part_of_draw
@@ -47,10 +47,9 @@ def cuts_of_example(
     """
     if batch is None:
         return None
-    batch = small_example(batch)
-    doubled = _doubled(batch)
+    runs = dry_runs_of_few(model, batch) if runs is None else runs
+    doubled = _doubled(runs.batch)
     try:
-        runs = DryRuns(model, batch) if runs is None else runs
         few = runs.draws()
         if not few or doubled is None:
             return None if few else {}

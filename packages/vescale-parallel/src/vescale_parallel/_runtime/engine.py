@@ -230,7 +230,7 @@ class Engine:
         means = TokenMeans(ranks.size, lambda _, count: ranks.total(count))
         inputs = InputsOfMeans(ranks.num_parts, self.compared.factors.note)
         coupling = self.rows.coupling
-        if ranks.num_parts == ranks.size and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             rows = coupling.rows_of(args, kwargs)
             args, kwargs = inputs.watched(args, kwargs, rows)
         with means:

@@ -28,6 +28,15 @@ class DryRunError(ValueError):
         self.fqn = fqn
 
 
+def asks_for_values(error: DryRunError) -> bool:
+    """Whether a forward does not run on shapes alone, however many rows there are."""
+    return type(error.__cause__).__name__ in _ASKING
+
+
+# What fake tensors raise, by name: the classes are private to torch.
+_ASKING = frozenset(("DataDependentOutputException", "DynamicOutputShapeException"))
+
+
 @dataclass(frozen=True)
 class ModuleCall:
     """What a module was called with and returned: trees of fake floats and real integers."""

@@ -12,12 +12,13 @@ from torch.distributed.tensor import Replicate
 
 from vescale_parallel._model.blocks import blocks_of
 from vescale_parallel._model.copies import tensors_within
-from vescale_parallel._model.inputs import bind, opened
+from vescale_parallel._model.inputs import bind, opened, small_examples
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import (
     DryRunError,
     ModuleCall,
+    asks_for_values,
     dry_run_whole,
     equal_blocks,
     readers_of,
@@ -156,6 +157,20 @@ class DryRuns:
         for first, others in equal_blocks(self.model):
             notes.repeat(first, others)
         return tuple(notes.draws)
+
+
+def dry_runs_of_few(model: nn.Module, batch: Any) -> DryRuns:
+    """Return the runs of a model on as few rows of a batch as its code runs on."""
+    tried: list[DryRuns] = []
+    for small in small_examples(batch):
+        tried.append(DryRuns(model, small))
+        try:
+            tried[-1].blocks()
+        except DryRunError as error:
+            if not asks_for_values(error):
+                continue
+        return tried[-1]
+    return tried[0]
 
 
 def _forward_of(sharding: TensorSharding) -> TensorSharding:

@@ -9,13 +9,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from vescale_parallel._model.inputs import small_example
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._trace.dry_run import DryRunError
 
-from .dry_runs import DryRuns
+from .dry_runs import dry_runs_of_few
 from .equivalence import CheckResult, Contradiction, check_plan
 from .single_module import contradicted_module
 from .threads import in_fresh_thread
@@ -36,8 +35,9 @@ def checked_plan(
     """
     if batch is not None:
         try:
-            small = small_example(batch)
-            result = in_fresh_thread(lambda: check_plan(DryRuns(model, small), sharding), of=model)
+            result = in_fresh_thread(
+                lambda: check_plan(dry_runs_of_few(model, batch), sharding), of=model
+            )
         except Contradiction as error:
             raise ValueError(
                 "tensor_parallel.sharding_plan changes what "

@@ -82,8 +82,9 @@ class Extremes:
             # 0 is an index of everything that has any.
             least = least.clamp(max=0)
             largest = self.larger(largest)
-        rows[: NUM_ROWS // 2] = least
-        rows[NUM_ROWS // 2 :] = largest
+        half = len(rows) // 2
+        rows[:half] = least
+        rows[half:] = largest
 
 
 def some_rows(
@@ -93,8 +94,9 @@ def some_rows(
     uneven: bool,
     alike: Extremes | None = None,
     dims: RowDims = (),
+    num_few: int = NUM_ROWS,
 ) -> list[Given]:
-    """Return small batches: one of as many rows as a check takes, and both halves of it.
+    """Return small batches: one of ``num_few`` rows, and both halves of it.
 
     ``uneven`` has masks keep another number of positions of every row: whoever counts them must
     not be taken for somebody who does not. ``alike`` has all integers of the first half of the
@@ -111,23 +113,24 @@ def some_rows(
             "expected a batch of at least one row, got 0 rows; leave such a batch out, on all "
             "ranks alike"
         )
-    half = NUM_ROWS // 2
-    kept = (slice(0, NUM_ROWS), slice(0, half), slice(half, NUM_ROWS))
+    half = num_few // 2
+    kept = (slice(0, num_few), slice(0, half), slice(half, num_few))
     leaves = pytree.tree_leaves(given)
     told = {id(leaves[index]): dim for index, dim in dims}
-    return [_some_rows(given, num_rows, rows, told, uneven=uneven, alike=alike) for rows in kept]
+    counts = num_rows, num_few
+    return [_some_rows(given, counts, rows, told, uneven=uneven, alike=alike) for rows in kept]
 
 
 def _some_rows(
     given: Given,
-    num_rows: int,
+    counts: tuple[int, int],
     rows: slice,
     told: Mapping[int, int | None],
     *,
     uneven: bool,
     alike: Extremes | None,
 ) -> Given:
-    generator = torch.Generator().manual_seed(0)
+    generator, (num_rows, num_few) = torch.Generator().manual_seed(0), counts
     # What has no rows may have to fit the length of what has.
     length = None if told else common_length(given, num_rows)
     shapes = shapes_with_rows(*given)
@@ -138,13 +141,13 @@ def _some_rows(
             real = in_double(value)
             if dim is None or dim == OF_ONE_ROW or is_shared_by_rows(value.shape, shapes):
                 return real
-            grown = _grown(real.movedim(dim, 0), generator, length, uneven=uneven)
+            grown = _grown(real.movedim(dim, 0), num_few, generator, length, uneven=uneven)
             if alike is not None:
                 alike.fill(grown)
             return grown[rows].movedim(0, dim).contiguous()
         if type(value) in (list, tuple) and is_one_a_row(value, num_rows, told):
-            every = max(num_rows // NUM_ROWS, 1)
-            chosen = [_plain_tree(value[i * every % num_rows]) for i in range(NUM_ROWS)]
+            every = max(num_rows // num_few, 1)
+            chosen = [_plain_tree(value[i * every % num_rows]) for i in range(num_few)]
             return type(value)(chosen[rows])
         if isinstance(value, Mapping) and not children_of(value):
             return {key: some(each) for key, each in value.items()}
@@ -158,16 +161,18 @@ def _plain_tree(tree: Any) -> Any:
     return pytree.tree_map_only(Tensor, in_double, tree)
 
 
-def _grown(x: Tensor, generator: torch.Generator, length: int | None, *, uneven: bool) -> Tensor:
-    """Return as many rows as a check takes, of all of them: the first ones may be of one kind.
+def _grown(
+    x: Tensor, num_few: int, generator: torch.Generator, length: int | None, *, uneven: bool
+) -> Tensor:
+    """Return ``num_few`` rows, of all of them: the first ones may be of one kind.
 
     Where there were fewer they are made different.
     """
     if length is not None and x.dim() == 2:
         x = x[:, :length]
-    every = max(len(x) // NUM_ROWS, 1)
-    rows = [x[i * every % len(x)] for i in range(NUM_ROWS)]
-    for i in range(len(x), NUM_ROWS):
+    every = max(len(x) // num_few, 1)
+    rows = [x[i * every % len(x)] for i in range(num_few)]
+    for i in range(len(x), num_few):
         if x.is_floating_point() and not _is_mask(x):
             noise = torch.rand(rows[i].shape, generator=generator, dtype=x.dtype)
             rows[i] = rows[i] * (1 + 0.1 * noise)
@@ -186,5 +191,5 @@ def _thinned(mask: Tensor) -> Tensor:
     length = math.prod(mask.shape[1:])
     flat = mask.clone().reshape(len(mask), length)
     for i, row in enumerate(flat):
-        row[length - (i * length) // (2 * NUM_ROWS) :] = 0
+        row[length - (i * length) // (2 * len(mask)) :] = 0
     return flat.view(mask.shape)

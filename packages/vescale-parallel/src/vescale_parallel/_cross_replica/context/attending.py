@@ -40,6 +40,10 @@ class NotSlicedError(ValueError):
         self.raised, self.where, self.is_whole = raised, where, is_whole
 
 
+class NotRunError(NotSlicedError):
+    """A model does not run on the rows that it is given."""
+
+
 @dataclass(frozen=True)
 class Attending:
     """What is known of where a model attends.
@@ -57,7 +61,7 @@ class Attending:
         """Run a model whole.
 
         Raises:
-            NotSlicedError: If it does not run.
+            NotRunError: If it does not run.
         """
         watch = ForwardWatch()
         inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in region.inputs]
@@ -68,7 +72,7 @@ class Attending:
                 watch.run(watched, args, kwargs)
         # Arbitrary user code: whatever it raises means that it cannot be compared.
         except Exception as error:
-            raise NotSlicedError(
+            raise NotRunError(
                 f"it cannot be compared with one device: {type(error).__name__}: {error}"
             ) from error
         finally:

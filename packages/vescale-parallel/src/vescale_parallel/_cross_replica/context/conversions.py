@@ -64,6 +64,15 @@ def _gather_between(
     return torch.cat([*found, rest.narrow(dim, at, rest.shape[dim] - at)], dim)
 
 
+def with_whole_gradient(x: Tensor, ranks: ContextRanks) -> Tensor:
+    """Return a whole tensor that a program gives, whose gradient is whole, too.
+
+    Of what slices are made of it, each rank has its part of the gradient. Every rank must call
+    this, and differentiate it or not.
+    """
+    return _WholeGradient.apply(x, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+
+
 def to_heads(
     x: Tensor, heads: Sequence[Range], sizes: Sequence[int], ranks: ContextRanks
 ) -> Tensor:
@@ -79,6 +88,20 @@ def to_slices(
 ) -> Tensor:
     """Return this rank's slice of all heads; the opposite of :func:`to_heads`."""
     return _ToSlices.apply(x, heads, sizes, ranks)  # pyright: ignore[reportReturnType]: torch's own stub
+
+
+class _WholeGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: ContextRanks) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ranks: ContextRanks = ctx.ranks
+        gathered = ranks.all_gather(grad[None], 0, [1] * ranks.size)
+        # As parameters' gradients are averaged; see [Note: whole and sliced].
+        return sum_of_ranks(gathered) / ranks.size, None
 
 
 class _Gather(torch.autograd.Function):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.batches.small_batches import within
@@ -14,16 +16,17 @@ from vescale_parallel._cross_replica.context.reach.all_blocks import of_all_bloc
 from vescale_parallel._model.blocks import alike_parameters, blocks_of, sequence_stacks
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
-from vescale_parallel._model.inputs import bind, opened, small_example
+from vescale_parallel._model.inputs import bind, opened, small_examples
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.calls.call_signature import CallForms
 from vescale_parallel._verify.calls.flags import Flags, flags_of, set_flags
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
-from .attending import NotSlicedError
+from .attending import NotRunError, NotSlicedError
 from .attention.intercept import LEFT_OUT
 from .blocks import ShortSequenceError, SlicedBlocks
+from .conversions import with_whole_gradient
 from .proof import DrawsBy, proven_slicing
 from .slices import ContextRanks, Method
 from .slicing import LEAVE_OUT, Slicing
@@ -69,6 +72,7 @@ class ContextGuard:
         self._known: dict[tuple[str, tuple[int, ...], Flags], Slicing] = {}
         self._model = model
         self._blocks: SlicedBlocks | None = None
+        self._ranks: ContextRanks | None = None
         if batch is not None:
             args, kwargs = bind(model, opened(batch))
             args, kwargs = self.without_cache(args, kwargs)
@@ -81,6 +85,7 @@ class ContextGuard:
 
         ``compiled`` says whether torch.compile compiles what their forwards are now.
         """
+        self._ranks = ranks
         self._blocks = SlicedBlocks(ranks, self._method, compiled=compiled)
         self._blocks.install(model, self._stacks, self._units)
         self._blocks.behind.returns_all = not self._only_loss
@@ -107,11 +112,8 @@ class ContextGuard:
         form = self._forms.form(args, kwargs), _equal_lengths(named), flags_of(self._model)
         if form not in self._known:
             named = pytree.tree_map_only(Tensor, plain, named)
-            small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(named))
             try:
-                self._known[form] = in_fresh_thread(
-                    lambda: self._prove(small), of=self._whole or nn.Module()
-                )
+                self._known[form] = self._proven_on_few(named)
             except ShortSequenceError:
                 return Slicing()  # it runs whole, and says nothing of longer ones
             except NotSlicedError as error:
@@ -124,6 +126,18 @@ class ContextGuard:
                     f"products of queries with keys; or {LEAVE_OUT}{raised}"
                 ) from error
         return self._known[form]
+
+    def _proven_on_few(self, named: Mapping[str, Any]) -> Slicing:
+        """Compare on as few rows as the model runs on; see [Note: groups of rows]."""
+        errors: list[NotRunError] = []
+        for few in small_examples(named):
+            small = pytree.tree_map_only(Tensor, Tensor.cpu, few)
+            try:
+                prove = functools.partial(self._prove, small)
+                return in_fresh_thread(prove, of=self._whole or nn.Module())
+            except NotRunError as error:
+                errors.append(error)
+        raise errors[0]
 
     def _prove(self, named: Mapping[str, Any]) -> Slicing:
         whole = subject = self._whole
@@ -148,6 +162,20 @@ class ContextGuard:
             behind=self._only_loss,
         )
         return found if subject is whole else of_all_blocks(found, subject, whole)
+
+    def completed(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a call's arguments without a cache, with gradients of whole sequences."""
+        given = self.without_cache(args, kwargs)
+        if not torch.is_grad_enabled():
+            return given
+        return pytree.tree_map_only(Tensor, self._with_whole_gradient, given)
+
+    def _with_whole_gradient(self, x: Tensor) -> Tensor:
+        if not x.requires_grad or self._ranks is None:
+            return x
+        return with_whole_gradient(x, self._ranks)
 
     def without_cache(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

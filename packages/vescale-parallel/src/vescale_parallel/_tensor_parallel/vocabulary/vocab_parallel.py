@@ -88,6 +88,8 @@ class LiftPlain(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (tuple(args), dict(kwargs or {}))
+        if func in _DIFFERENTIATE:
+            return func(*given[0], **given[1])  # by tensors that are in the graph as they are
         if torch.is_grad_enabled() and self._is_on_any((*args, *given[1].values())):
             given = pytree.tree_map_only(Tensor, lambda x: lifted(x, self._mesh), given)
         return func(*given[0], **given[1])
@@ -101,6 +103,9 @@ class LiftPlain(TorchFunctionMode):
             elif is_on(value, self._mesh):
                 return True
         return False
+
+
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def lifted(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -50,19 +50,20 @@ _ZERO = frozenset(("zeros", "zeros_like", "new_zeros", "zero"))
 _KEEPS_ZERO = frozenset(("view", "to_copy", "expand", "clone", "unsqueeze", "transpose"))
 
 
-def infer_axes(model: nn.Module, batch: Any) -> Trace:
+def infer_axes(model: nn.Module, batch: Any, *, all_trained: bool = False) -> Trace:
     """Run one forward of a copy of the model that has shapes and no memory.
 
     Args:
         model: May be real, on the meta device, or deferred; it is not changed.
         batch: As in :func:`vescale_parallel.observe`.
+        all_trained: Whether to find where gradients are summed as if no parameter were frozen.
 
     Raises:
         ObservationError: If the forward needs values that a fake tensor does not have.
     """
     batch = opened(batch)
     run = FakeRun(model)
-    recorder = _Recorder(run)
+    recorder = _Recorder(run, all_trained)
     args, kwargs = bind(run.model, run.batch(batch))
     recorder.sources(args, kwargs)
     with torch.no_grad(), _every_operator():
@@ -86,8 +87,8 @@ def _every_operator() -> Iterator[None]:
 class _Recorder(Listener):
     """Applies every operator's rule and adds it to a trace."""
 
-    def __init__(self, run: FakeRun) -> None:
-        self._run, self.trace = run, Trace()
+    def __init__(self, run: FakeRun, all_trained: bool) -> None:
+        self._run, self._all_trained, self.trace = run, all_trained, Trace()
         self._entered: list[list[Entered]] = []
 
     def sources(self, args: Any, kwargs: Any) -> None:
@@ -96,9 +97,12 @@ class _Recorder(Listener):
         made: dict[int, Value] = {}
         for fqn, parameter in self._run.model.named_parameters(remove_duplicate=False):
             if id(parameter) not in made:
-                trained = parameter.requires_grad and is_float(parameter.dtype)
+                trained = parameter.requires_grad or self._all_trained
                 made[id(parameter)] = trace.add(
-                    parameter, parameter=fqn, from_parameter=True, has_grad=trained
+                    parameter,
+                    parameter=fqn,
+                    from_parameter=True,
+                    has_grad=trained and is_float(parameter.dtype),
                 )
             trace.parameters[fqn] = made[id(parameter)]
         for fqn, buffer in self._run.model.named_buffers():

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.experts_implementation import experts_without_values
-from vescale_parallel._model.inputs import small_example
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError
-from vescale_parallel._verify.dry_runs import DryRuns
+from vescale_parallel._verify.dry_runs import DryRuns, dry_runs_of_few
 from vescale_parallel._verify.equivalence import NOT_REACHED, Contradiction, check_plan
 from vescale_parallel._verify.plan_of_scaled_down import plan_of_scaled_down
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
@@ -82,11 +81,12 @@ class CallGuard:
         self, model: nn.Module, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> str | None:
         """Return why there is no proof; raise if the plan is wrong."""
-        given = pytree.tree_map_only(Tensor, plain, self._forms.batch(args, kwargs))
-        small = pytree.tree_map_only(Tensor, Tensor.cpu, small_example(given))
+        given = pytree.tree_map_only(
+            Tensor, lambda x: plain(x).cpu(), self._forms.batch(args, kwargs)
+        )
         assert self._whole is not None
         try:
-            return in_fresh_thread(lambda: self._check(model, small), of=self._whole)
+            return in_fresh_thread(lambda: self._check(model, given), of=self._whole)
         except Contradiction as error:
             raise ValueError(
                 f"the sharding plan was made for other calls, and is wrong for those with "
@@ -108,11 +108,11 @@ class CallGuard:
             if scaled is not None and smaller is not None:
                 subject, sharding = scaled, smaller
         self._flags.put_on(subject, model)
-        runs = DryRuns(subject, batch)
+        runs = dry_runs_of_few(subject, batch)
         needs_values = _needs_values(runs)
         # Values decide what is run: right for these ones may be wrong for others, unless all that
         # they decide is which experts run.
-        doubt = "" if needs_values and _choose_experts(subject, batch) else needs_values
+        doubt = "" if needs_values and _choose_experts(subject, runs.batch) else needs_values
         result = check_plan(runs, sharding, needs_values=bool(needs_values))
         marked = frozenset(sharding.spec.grads)
         for fqn in sorted((result.partial_grads - marked) | (result.whole_grads & marked)):
