@@ -24,9 +24,9 @@ from vescale_parallel._trace.dry_run import (
     readers_of,
 )
 from vescale_parallel._trace.fake_run import FakeRun
+from vescale_parallel._trace.modes import differs_in_training
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
 
-from .calls.modes import differs_in_training
 from .rank_dry_run import draws_of_rank, dry_run_rank
 
 NotedDraws = tuple[NotedDraw, ...]

@@ -1,1 +1,1 @@
-"""Calls of a model that are compared with one device: their forms, modes and flags."""
+"""Calls of a model that are compared with one device: their forms, and flags of modules."""

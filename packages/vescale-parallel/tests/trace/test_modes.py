@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding
 from vescale_parallel._tensor_parallel.tensor_sharding import shard
-from vescale_parallel._verify.calls.modes import differs_in_training
+from vescale_parallel._trace.modes import differs_in_training
 from vescale_parallel._verify.dry_runs import DryRuns
 from vescale_parallel._verify.equivalence import Contradiction, check_plan
 

@@ -18,8 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 from vescale_parallel._model.code import names_of_class
 from vescale_parallel._model.inputs import bind, opened
-from vescale_parallel._trace.dry_run import DryRunError, dry_run
-from vescale_parallel._trace.fake_run import Listener, Operator
+
+from .dry_run import DryRunError, dry_run
+from .fake_run import Listener, Operator
 
 # What computes nothing in evaluation, and in training only draws.
 _DROPOUTS: Any = frozenset(
