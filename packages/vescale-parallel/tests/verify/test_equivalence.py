@@ -243,13 +243,13 @@ def test_the_model_is_run_once_beside_one_block_of_each_kind(
         compared.append(make().fqn)
         held[0](make, *args, **kwargs)
 
-    def whole(*args: Any) -> Any:
+    def whole(*args: Any, **kwargs: Any) -> Any:
         made.append("whole")
-        return held[1](*args)
+        return held[1](*args, **kwargs)
 
-    def part(*args: Any) -> Any:
+    def part(*args: Any, **kwargs: Any) -> Any:
         made.append("part")
-        return held[2](*args)
+        return held[2](*args, **kwargs)
 
     monkeypatch.setattr(equivalence, "compare", compare)
     monkeypatch.setattr(dry_runs, "dry_run_whole", whole)
