@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+from torch import nn
 
 from vescale_parallel import propose_sharding
+from vescale_parallel._verify.threads import in_fresh_thread
 
 from .families import FAMILIES, build
 from .spmd_types_judge import SIZE, MisfitError, judge
@@ -14,8 +17,16 @@ from .spmd_types_judge import SIZE, MisfitError, judge
 # One of each kind: fused, tied, latent, of experts, with biases that are added to sums.
 _DAY = ("gpt2", "qwen3", "gpt_oss", "deepseek_v3")
 
-# The judge calls torch's functional collectives by the names that they had before torch 2.13.
-pytestmark = pytest.mark.filterwarnings("ignore:.*_functional_collectives:FutureWarning")
+pytestmark = [
+    # The judge calls torch's functional collectives by the names that they had before torch 2.13.
+    pytest.mark.filterwarnings("ignore:.*_functional_collectives:FutureWarning"),
+    # It makes a world of its own, and an example in a docstring leaves one behind.
+    pytest.mark.usefixtures("in_threads"),
+]
+
+
+def judge_apart(model: nn.Module, batch: dict[str, Any], plan: dict[str, str]) -> None:
+    in_fresh_thread(lambda: judge(model, batch, plan), of=model)
 
 
 def plan_of(family: str, *, sequence: bool) -> dict[str, str]:
@@ -28,7 +39,7 @@ def plan_of(family: str, *, sequence: bool) -> dict[str, str]:
 @pytest.mark.parametrize("family", _DAY)
 def test_the_types_of_a_sharded_forward_fit(family: str, sequence: bool) -> None:
     model, batch = build(family)
-    judge(model, batch, plan_of(family, sequence=sequence))
+    judge_apart(model, batch, plan_of(family, sequence=sequence))
 
 
 @pytest.mark.nightly
@@ -49,7 +60,7 @@ def test_the_types_of_a_sharded_forward_fit(family: str, sequence: bool) -> None
 )
 def test_the_types_of_more_forwards_along_the_sequence_fit(family: str) -> None:
     model, batch = build(family)
-    judge(model, batch, plan_of(family, sequence=True))
+    judge_apart(model, batch, plan_of(family, sequence=True))
 
 
 @pytest.mark.nightly
@@ -63,7 +74,7 @@ def test_the_types_of_every_sharded_forward_fit(family: str) -> None:
     except Exception as error:
         pytest.skip(f"{type(error).__name__}: {error}")
     try:
-        judge(model, batch, plan_of(family, sequence=False))
+        judge_apart(model, batch, plan_of(family, sequence=False))
     except MisfitError as error:
         if "missing axis" not in str(error):
             raise
@@ -85,4 +96,4 @@ def test_a_forgotten_mark_is_an_error(family: str, sequence: bool, mark: str, sa
     assert len(left) < len(plan)
     model, batch = build(family)
     with pytest.raises(MisfitError, match=said):
-        judge(model, batch, left)
+        judge_apart(model, batch, left)
