@@ -81,7 +81,7 @@ class Entrances:
     Attributes:
         fqn: Of the block; names below are from there.
         arguments: Module to the arguments that enter; empty for the first activation.
-        linears: Column-wise linear layers: what they are called with enters.
+        linears: Column-wise linear layers in no region: what they are called with enters.
     """
 
     fqn: str
@@ -110,7 +110,8 @@ def entrances(module: nn.Module, fqn: str, sharding: TensorSharding) -> Entrance
     for name, each in module.named_modules():
         kind = linear_kind(each)
         placement = sharding.placements.get(f"{below}{name}.weight")
-        if kind is not None and getattr(placement, "dim", None) == kind.out_dim:
+        is_inside = any(not region or f"{name}.".startswith(f"{region}.") for region in arguments)
+        if kind is not None and getattr(placement, "dim", None) == kind.out_dim and not is_inside:
             linears.add(name)
     return Entrances(fqn, arguments, linears)
 
