@@ -7,6 +7,7 @@ import pytest
 from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard
+from vescale_parallel import propose_sharding
 from vescale_parallel._auto_sharding.find_candidates import Candidate, Candidates
 from vescale_parallel._tensor_parallel.read_by_forward.arguments import ArgumentSlice
 
@@ -76,6 +77,16 @@ def test_biases_by_head_that_are_no_parameters_are_sliced() -> None:
     assert cut.slices == {
         ("transformer.h.0.self_attention", "alibi"): ArgumentSlice(0, each_row=True)
     }
+
+
+def test_what_one_block_of_t5_makes_for_the_others_is_no_argument_to_take_parts_of() -> None:
+    cuts = [
+        cut_of("t5", f"decoder.block.{block}.layer.1.EncDecAttention.q.weight") for block in (0, 1)
+    ]
+    assert not any(cut.slices for cut in cuts)
+    model, batch = build("t5")
+    plan = propose_sharding(model, "auto", 2, example_batch=batch).plan
+    assert plan["decoder.block.*.layer.1.EncDecAttention.q.weight"] == "Shard(0)"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5", "opt", "mixtral"])

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._trace.fake_tensors import is_float
 
 from .algebra import Axes, Dim
@@ -119,6 +120,7 @@ class Trace:
             tensor that a call of theirs had as an argument.
         given: Arguments that depend on no parameter and have no gradient, to what they are
             within the module, in each of its calls: :meth:`enter`.
+        made_in: Values to the modules that made them.
     """
 
     axes: Axes = field(default_factory=Axes)
@@ -130,6 +132,7 @@ class Trace:
     returned: list[Value] = field(default_factory=list[Value])
     parameters: dict[str, Value] = field(default_factory=dict[str, Value])
     buffers: dict[str, Value] = field(default_factory=dict[str, Value])
+    made_in: dict[int, str] = field(default_factory=dict[int, str])
     called: dict[str, list[tuple[int | str, int]]] = field(
         default_factory=dict[str, list[tuple[int | str, int]]]
     )
@@ -170,13 +173,15 @@ class Trace:
 
         Within a module they are what they are whatever made them: biases of ALiBi are numbered
         by heads, and blocks that are given a rank's part of them need not know of the others.
+        What another block like this one has made is a rank's already, if it is of its heads: T5's
+        first block makes the biases of all.
         """
         entered: list[Entered] = []
         for at, tensor in [*enumerate(args), *kwargs.items()]:
             outside = self._current.get(tensor) if isinstance(tensor, torch.Tensor) else None
             if outside is None or not outside.is_float or not any(outside.dims):
                 continue
-            if outside.has_grad or outside.from_parameter:
+            if outside.has_grad or outside.from_parameter or self._is_of_alike(outside, module):
                 continue
             inside = self.add(tensor, from_batch=outside.from_batch, is_zero=outside.is_zero)
             why = f"argument {at!r} has an element for each"
@@ -186,6 +191,10 @@ class Trace:
             ]
             entered.append((tensor, outside, inside))
         return entered
+
+    def _is_of_alike(self, value: Value, module: str) -> bool:
+        maker = generalize(self.made_in.get(value.index, ""))
+        return f"{maker}.".startswith(f"{generalize(module)}.")
 
     def leave(self, entered: Iterable[Entered]) -> None:
         """Take back what :meth:`enter` gave, but of tensors that were written since."""

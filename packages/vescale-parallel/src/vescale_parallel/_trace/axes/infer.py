@@ -151,6 +151,7 @@ class _Recorder(Listener):
             self._unknown(call)
         step.outputs = tuple(self._output(call, p) for p in range(len(outputs)))
         trace.steps.append(step)
+        trace.made_in |= {value.index: module for value in step.outputs}
 
     def _output(self, call: OpCall, position: int) -> Value:
         tensor, step = call.outputs[position], call.step
