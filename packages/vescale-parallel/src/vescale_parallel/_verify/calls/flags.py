@@ -16,6 +16,11 @@ from vescale_parallel._model.copies import pairs
 # By module and attribute.
 Flags = tuple[tuple[str, str, Any], ...]
 
+# What others look at; torch's encoders are kept from nested tensors where attention is sharded.
+_ELSEWHERE = {"training", "gradient_checkpointing", "use_nested_tensor"}
+# Of a flag; one that takes more counts something, and would be compared in every call.
+_MOST_VALUES = 4
+
 
 def flags_of(model: nn.Module) -> Flags:
     """Return the modes and public flags of all modules: booleans and words."""
@@ -31,7 +36,7 @@ class ChangedFlags:
     """Knows which modes and flags of a model's modules are others than when it was made.
 
     Not whether they are in training, which comparisons look at in both, nor whether transformers
-    has blocks run again in backward. One that takes many values counts something.
+    has blocks run again in backward. One that takes many values is passed over.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,11 +60,6 @@ class ChangedFlags:
         for fqn, name, value in flags_of(model):
             if (fqn, name) in self._values and fqn in modules:
                 setattr(modules[fqn], name, value)
-
-
-# What others look at; torch's encoders are kept from nested tensors where attention is sharded.
-_ELSEWHERE = {"training", "gradient_checkpointing", "use_nested_tensor"}
-_MOST_VALUES = 4
 
 
 def set_flags(copied: nn.Module, model: nn.Module) -> None:
