@@ -540,28 +540,6 @@ def test_training_is_that_of_one_device(world2: World, kind: str) -> None:
     check(world2, plain_training, kind)
 
 
-def seen_inside(run: Run) -> None:
-    model, call = run.start()
-    for fqn in ("blocks.0", "blocks.1.mlp.0"):
-        model.get_submodule(fqn).register_forward_hook(
-            lambda _, args, output: run.note(first_tensor(output))
-        )
-    loss_of(model, call)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("sequence", "dims"), [(False, (None, 2)), (True, (1, 2))])
-def test_a_rank_sees_its_part_inside_of_regions_and_along_a_cut_sequence(
-    world2: World, sequence: bool, dims: tuple[int | None, ...]
-) -> None:
-    expected = notes_of(seen_inside, "nanogpt", None)
-    ranks = world2.run(notes_of, seen_inside, "nanogpt", planned("nanogpt", sequence))
-    for rank, found in enumerate(ranks):
-        for (_, one), (_, other), dim in zip(found, expected, dims, strict=True):
-            part = other if dim is None else other.chunk(2, dim)[rank]
-            torch.testing.assert_close(one, part, rtol=1e-11, atol=1e-13)
-
-
 def doubled(module: nn.Module) -> dict[str, Tensor]:
     return {name: 2 * p.detach() for name, p in module.named_parameters()}
 

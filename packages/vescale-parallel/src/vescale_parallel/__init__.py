@@ -101,10 +101,11 @@ from ._runtime.position import (
     mesh_coordinate as mesh_coordinate,
 )
 from ._tensor_parallel.explain import (
+    PackedDim as PackedDim,
     ParallelExplanation as ParallelExplanation,
     explain as explain,
+    packed_dims as packed_dims,
 )
-from ._tensor_parallel.packed_dims import PackedDim as PackedDim, packed_dims as packed_dims
 from ._trace.fake_tensors import ObservationError as ObservationError
 from ._trace.observation import Observation as Observation
 from ._trace.observe import observe as observe

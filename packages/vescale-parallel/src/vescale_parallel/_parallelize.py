@@ -81,6 +81,7 @@ from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
 from ._tensor_parallel.explain import Applied, said_whole
+from ._tensor_parallel.hooks.planned import planned_hooks
 from ._tensor_parallel.invariant.boundary import InvariantBoundary
 from ._tensor_parallel.invariant.install import install_invariant
 from ._tensor_parallel.invariant.tree import OneRank, TreeRanks
@@ -236,7 +237,8 @@ def _change(
     recompute_blocks(model, run_here, modes, as_now, plan.recompute_keep, rows.prepare)
     parameters = planned_zero_state(plan, model, mesh, params, units)
     leave_in_blocks(model, run_here)
-    parts = (parameters, (proofs, sequence), rows, rng, lift, stages, staging, draws, context)
+    of_calls = (proofs, sequence, planned_hooks(model, mesh, boundary, proofs))
+    parts = (parameters, of_calls, rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)
     engine.completed = engine.completed if sequence is None else sequence.completed
     if plan.data_parallel.size > 1 or stages is not None or sliced is not None:
@@ -290,8 +292,7 @@ def _slice_blocks(
     group = context_group(mesh, plan.context_parallel.size)
     if sequence is None or group is None:
         return None, None
-    is_compiled = plan.compile != "none"
-    sliced = sequence.install(model, ContextProcesses(group), compiled=is_compiled)
+    sliced = sequence.install(model, ContextProcesses(group), compiled=plan.compile != "none")
     staging.enters = sliced.enter
     count_once(model, lambda: sliced.repeats_tokens)
     return sliced, group

@@ -18,6 +18,7 @@ from vescale_parallel._torch_private import pytree
 
 # transformers', that keep outputs of modules for the model's own forward.
 _COLLECTS = "transformers.utils.output_capturing"
+_NOT_OF_USERS = ("torch.", "vescale.", "vescale_")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _FLAGS = (bool, int, float, str, type(None))
@@ -107,6 +108,13 @@ def hooks_of_users(module: nn.Module) -> list[Any]:
     """Return the hooks of one module that its forward would do without."""
     held = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
     return [hook for hook in held if not _is_of_forward(hook)]
+
+
+def is_of_user(hook: Any) -> bool:
+    """Whether a hook is neither torch's nor this project's, nor one that forward needs."""
+    hook = hook.func if isinstance(hook, functools.partial) else hook
+    where = getattr(hook, "__module__", None) or type(hook).__module__
+    return not (f"{where}.".startswith(_NOT_OF_USERS) or _is_of_forward(hook))
 
 
 def collects_outputs(hook: object) -> bool:

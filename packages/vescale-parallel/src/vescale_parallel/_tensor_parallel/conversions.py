@@ -64,13 +64,14 @@ class _Convert(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        turned = _convert(grad, ctx.ranks, ctx.back, ctx.there, ctx.dim, ctx.length)
+        turned = convert(grad, ctx.ranks, ctx.back, ctx.there, ctx.dim, ctx.length)
         return turned, None, None, None, None, None
 
 
-def _convert(
+def convert(
     x: Tensor, ranks: Ranks, there: Kind, back: Kind, dim: int = 0, length: int = 0
 ) -> Tensor:
+    """Do one conversion forward, another backward: along a ``dim``, ``length`` long if whole."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Convert.apply(x, ranks, there, back, dim, length)  # pyright: ignore[reportReturnType]: apply is untyped
     return _run(x, ranks, there, dim, length)
@@ -329,4 +330,4 @@ class Boundary:
     ) -> Tensor:
         if torch.compiler.is_compiling():
             return convert_traced(x, self._place, there, back, dim, length)
-        return _convert(x, self.ranks, there, back, dim, length)
+        return convert(x, self.ranks, there, back, dim, length)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from vescale_parallel._model.random_copies import InDouble, random_copy, sharing
 from vescale_parallel._tensor_parallel.apply import install
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange, ThreadRanks
 from vescale_parallel._tensor_parallel.conversions import Boundary
-from vescale_parallel._tensor_parallel.shard_module import cut_parameters, rank_part
+from vescale_parallel._tensor_parallel.shard_module import cut_parameters
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import backward_within_modes, pytree
 from vescale_parallel._trace.dry_run import DryRunError
@@ -28,10 +28,10 @@ from vescale_parallel._trace.generators import (
     untouched_generators,
 )
 
-from .closeness import close, largest_of
+from .compared_results import compare_gradients, compare_results, part_of
 from .freed_memory import give_memory_back
-from .region import Contradiction, Findings, How, Region
-from .region_arguments import CallArguments, ComparedArguments, entrances
+from .region import Contradiction, Findings, Given, How, Region, Results
+from .region_arguments import ArgumentsOfCalls, ComparedArguments, entrances
 from .threads import run_in_threads
 from .without_chance import WithoutChance
 
@@ -80,24 +80,109 @@ def _compare_once(
     everywhere: bool = False,
 ) -> Region:
     """Compare one run; what modules are called with at borders of regions, or ``everywhere``."""
+
+    def listener(region: Region, *, is_whole: bool) -> ArgumentsOfCalls:
+        watched = entrances(region.module, region.fqn, sharding).arguments
+        names = (fqn for fqn, _ in region.module.named_modules() if fqn)
+        return ArgumentsOfCalls(names if everywhere else watched, keep_values=is_whole)
+
+    run = _run(make, sharding, listener, seed, training=training)
+    region = run.region
+    entering = entrances(region.module, region.fqn, sharding)
+    try:
+        compare_results(region.fqn, run.expected, run.ranks, run.how, sharding.size)
+        undecided = compare_gradients(
+            region.fqn, run.expected, run.ranks, sharding.placements, found
+        )
+        compared = ComparedArguments(entering, run.heard, run.heard_on_ranks)
+        if everywhere:
+            found.partial |= undecided & compared.parameters_of_partial()
+            undecided = set[str]()
+        compared.check(found.partial | undecided)
+    finally:
+        del run
+        give_memory_back()
+    if undecided and entering.arguments:
+        return _compare_once(make, sharding, found, seed, training=training, everywhere=True)
+    return region
+
+
+class Listener(Protocol):
+    """Notes what modules of a copy are called with."""
+
+    def listen(self, module: nn.Module) -> None:
+        """Listen to calls before anything is converted."""
+        ...
+
+    def listen_behind(self, module: nn.Module) -> None:
+        """Listen to calls where everything has been converted."""
+        ...
+
+
+L = TypeVar("L", bound=Listener)
+L_co = TypeVar("L_co", bound=Listener, covariant=True)
+
+
+class MakesListeners(Protocol[L_co]):
+    """Returns a listener for a region on one device, or for a rank's part of it."""
+
+    def __call__(self, region: Region, *, is_whole: bool) -> L_co: ...
+
+
+def heard(
+    make: Callable[[], Region], sharding: TensorSharding, listener: MakesListeners[L]
+) -> tuple[L, list[L]]:
+    """Return what listeners hear of a region on one device, and of each rank's part.
+
+    Args:
+        make: Returns the region, which is run forward and backward.
+        sharding: The plan.
+        listener: Makes what listens.
+
+    Raises:
+        Contradiction: If a rank's part raises.
+        DryRunError: If the whole region cannot be run.
+    """
+    run = _run(make, sharding, listener, 0)
+    return run.heard, run.heard_on_ranks
+
+
+@dataclass(frozen=True)
+class _Runs(Generic[L]):
+    """One device's run of a region, and those of ranks, with what was heard of them."""
+
+    region: Region
+    expected: Results
+    ranks: list[Results]
+    how: How
+    heard: L
+    heard_on_ranks: list[L]
+
+
+def _run(
+    make: Callable[[], Region],
+    sharding: TensorSharding,
+    listener: MakesListeners[L],
+    seed: int,
+    *,
+    training: bool = False,
+) -> _Runs[L]:
     with untouched_generators(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         region = make()
-        training = training or region.training
-        base = random_copy(region.module, region.empty).train(training)
+        base = random_copy(region.module, region.empty).train(training or region.training)
         before = states_of_generators()
-        entering = entrances(region.module, region.fqn, sharding)
-        names = [fqn for fqn, _ in region.module.named_modules() if fqn]
-        watched = names if everywhere else list(entering.arguments)
-        expected, cotangents = _run_whole(region, base, watched)
+        of_whole = listener(region, is_whole=True)
+        expected, cotangents = _run_whole(region, base, of_whole)
         how = _completed(region.how, expected)
         # What torch draws is looked at apart: it may be cut, too.
         draw_alike = before.differs_outside_of_torch(states_of_generators())
         if draw_alike:
             set_generators(before)
+        of_ranks = [listener(region, is_whole=False) for _ in range(sharding.size)]
         try:
             runs = _run_ranks(
-                *(region, base, sharding, expected, cotangents, how, watched),
+                *(region, base, sharding, expected, cotangents, how, of_ranks),
                 draw_alike=draw_alike,
             )
         except Exception as error:
@@ -106,29 +191,15 @@ def _compare_once(
             ) from error
         finally:
             discard(base)
-    try:
-        _compare_results(region.fqn, expected, runs, how, sharding.size)
-        undecided = _compare_gradients(region.fqn, expected, runs, sharding.placements, found)
-        arguments = [run.arguments for run in runs]
-        compared = ComparedArguments(entering, expected.arguments, arguments)
-        if everywhere:
-            found.partial |= undecided & compared.parameters_of_partial()
-            undecided = set[str]()
-        compared.check(found.partial | undecided)
-    finally:
-        del expected, runs, cotangents
-        give_memory_back()
-    if undecided and entering.arguments:
-        return _compare_once(make, sharding, found, seed, training=training, everywhere=True)
-    return region
+    return _Runs(region, expected, runs, how, of_whole, of_ranks)
 
 
 def _run_whole(
-    region: Region, base: nn.Module, watched: Sequence[str]
+    region: Region, base: nn.Module, listener: Listener
 ) -> tuple[Results, list[Tensor]]:
     inputs, before = list(region.inputs), states_of_generators()
     try:
-        first = _run_copy(region, base, Given(inputs, region.spec, []), ())
+        first = _run_copy(region, base, Given(inputs, region.spec, []), None)
     # Arbitrary user code: whatever it raises means that it cannot be compared.
     except Exception as error:
         raise DryRunError(region.fqn, error) from error
@@ -140,15 +211,16 @@ def _run_whole(
         set_generators(before)
     # Of another copy, should a module keep something between calls.
     given = Given(inputs, region.spec, cotangents)
-    return _run_copy(region, base, given, watched), cotangents
+    return _run_copy(region, base, given, listener), cotangents
 
 
-def _run_copy(region: Region, base: nn.Module, given: Given, watched: Sequence[str]) -> Results:
+def _run_copy(region: Region, base: nn.Module, given: Given, listener: Listener | None) -> Results:
     whole = sharing_copy(base)
     region.prepare(whole)
-    arguments = CallArguments()
-    arguments.watch(whole, watched, keep_values=True)
-    results = replace(run_once(whole, given), arguments=arguments)
+    if listener is not None:
+        listener.listen(whole)
+        listener.listen_behind(whole)
+    results = run_once(whole, given)
     discard(whole)
     return results
 
@@ -160,7 +232,7 @@ def _run_ranks(
     expected: Results,
     cotangents: Sequence[Tensor],
     how: How,
-    watched: Sequence[str],
+    listeners: Sequence[Listener],
     *,
     draw_alike: bool,
 ) -> list[Results]:
@@ -172,14 +244,14 @@ def _run_ranks(
         local = sharing_copy(base)
         cut_parameters(local, sharding.placements, size, rank, fqn)
         region.prepare(local)
-        arguments = CallArguments()
-        arguments.watch(local, watched)  # before anything enters
+        listeners[rank].listen(local)
         boundary = Boundary(ThreadRanks(threads, rank))
         boundary.lengths.update(dict.fromkeys((stack_of(fqn),), lengths) if lengths else {})
         install(local, sharding, boundary, prefix=fqn)
-        mine = [_part(x, p, size, rank) for x, p in zip(region.inputs, how.inputs, strict=True)]
-        parts = [_part(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
-        results = replace(run_once(local, Given(mine, region.spec, parts)), arguments=arguments)
+        listeners[rank].listen_behind(local)
+        mine = [part_of(x, p, size, rank) for x, p in zip(region.inputs, how.inputs, strict=True)]
+        parts = [part_of(x, p, size, rank) for x, p in zip(cotangents, kept, strict=True)]
+        results = run_once(local, Given(mine, region.spec, parts))
         discard(local)
         return results
 
@@ -202,33 +274,6 @@ def _sequence_lengths(leaves: Sequence[Any], how: How) -> int:
         if isinstance(placement, Shard) and leaf.is_floating_point() and placement.dim == 1:
             return leaf.shape[placement.dim]
     return 0
-
-
-@dataclass(frozen=True)
-class Given:
-    inputs: list[Any]
-    spec: Any
-    cotangents: list[Tensor]
-
-
-@dataclass(frozen=True)
-class Results:
-    """One forward and backward: outputs and gradients.
-
-    Attributes:
-        outputs: Floats with a gradient.
-        tensors: Every leaf of the output that is a tensor, detached; None for others.
-        floats: For every leaf of the output, whether it is one of ``outputs``.
-        grads: Of every parameter, None without one.
-        arguments: What regions were called with.
-    """
-
-    outputs: list[Tensor]
-    tensors: list[Tensor | None]
-    floats: list[bool]
-    input_grads: list[Tensor | None]
-    grads: dict[str, Tensor | None]
-    arguments: CallArguments = field(default_factory=CallArguments)
 
 
 def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> Results:
@@ -260,107 +305,3 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
         [x.grad if isinstance(x, Tensor) else None for x in inputs],
         {name: p.grad for name, p in module.named_parameters()},
     )
-
-
-def _compare_results(
-    fqn: str, expected: Results, runs: Sequence[Results], how: How, size: int
-) -> None:
-    assert how.output is not None
-    for rank, run in enumerate(runs):
-        if run.floats != expected.floats:
-            raise Contradiction(fqn, "a rank's part returns something else")
-        for out, whole, placement in zip(run.tensors, expected.tensors, how.output, strict=True):
-            if (out is None) != (whole is None):
-                raise Contradiction(fqn, "a rank's part returns something else")
-            if out is None or whole is None:
-                continue
-            if not close(out, _part(whole, placement, size, rank), largest_of(whole)):
-                raise Contradiction(fqn, "what it returns differs")
-        for grad, whole, placement in zip(
-            run.input_grads, expected.input_grads, how.inputs, strict=True
-        ):
-            if not _same_gradient(grad, whole, placement, size, rank):
-                raise Contradiction(fqn, "the gradient of an input differs")
-
-
-def _compare_gradients(
-    fqn: str,
-    expected: Results,
-    runs: Sequence[Results],
-    placements: Mapping[str, Placement],
-    found: Findings,
-) -> set[str]:
-    """Note what the gradients of parameters are; return whole ones whose gradients are zero."""
-    undecided = set[str]()
-    size, largest_in = len(runs), _largest_in_modules(expected.grads)
-    for name, whole in expected.grads.items():
-        full = f"{fqn}.{name}".strip(".")
-        grads = [run.grads[name] for run in runs]
-        if whole is None:
-            if any(grad is not None and bool(grad.any()) for grad in grads):
-                raise Contradiction(fqn, f"the gradient of {full!r} differs")
-            continue
-        placement = placements.get(full, Replicate())
-        is_whole = placement == Replicate()
-        parts = [_part(whole, placement, size, rank) for rank in range(size)]
-        given = [
-            torch.zeros_like(p) if g is None else g for p, g in zip(parts, grads, strict=True)
-        ]
-        if bool(whole.any()):
-            found.reached.add(full)
-        largest = largest_in[_owner(name)]
-        as_it_is = all(close(grad, part, largest) for grad, part in zip(given, parts, strict=True))
-        as_sum = is_whole and close(torch.stack(given).sum(0), whole, largest)
-        if not as_it_is and not as_sum:
-            raise Contradiction(fqn, f"the gradient of {full!r} differs")
-        # One that is zero but for rounding says neither: of norms of queries where all tokens of
-        # an example are the same one, and attention looks at all of them alike.
-        if is_whole and as_it_is and as_sum:
-            undecided.add(full)
-        elif is_whole:
-            one, other = found.whole, found.partial
-            _note(*((one, other) if as_it_is else (other, one)), full, fqn)
-    return undecided - found.whole - found.partial
-
-
-def _largest_in_modules(grads: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest magnitude of the gradients of every module's own parameters.
-
-    Gradients of a module are sums of the same numbers, and rounding is as large as these. That of
-    a bias of keys is zero and all rounding: softmax does not change if a number is added to all
-    scores.
-    """
-    found: dict[str, float] = {}
-    for name, grad in grads.items():
-        largest = 0.0 if grad is None else largest_of(grad)
-        found[_owner(name)] = max(found.get(_owner(name), 0.0), largest)
-    return found
-
-
-def _owner(parameter: str) -> str:
-    return parameter.rpartition(".")[0]
-
-
-def _note(found: set[str], other: set[str], name: str, fqn: str) -> None:
-    if name in other:
-        raise Contradiction(
-            fqn, f"the gradient of {name!r} is a sum over ranks in a block alone and not in all"
-        )
-    found.add(name)
-
-
-def _same_gradient(
-    grad: Tensor | None, whole: Tensor | None, placement: Placement | None, size: int, rank: int
-) -> bool:
-    """Return whether a rank has its part of an input's gradient; none is zero."""
-    if whole is None:
-        return grad is None or not grad.any()
-    part = _part(whole, placement, size, rank)
-    return close(torch.zeros_like(part) if grad is None else grad, part, largest_of(whole))
-
-
-def _part(x: Any, placement: Placement | None, size: int, rank: int) -> Any:
-    if not isinstance(x, Tensor) or placement is None or placement == Replicate():
-        return x
-    part = rank_part(x.detach(), placement, size, rank)
-    return part.requires_grad_(x.requires_grad)

@@ -89,6 +89,33 @@ class Region:
     training: bool = False
 
 
+@dataclass(frozen=True)
+class Given:
+    """The leaves of a call's arguments, and the gradients of what it returns."""
+
+    inputs: list[Any]
+    spec: Any
+    cotangents: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Results:
+    """One forward and backward: outputs and gradients.
+
+    Attributes:
+        outputs: Floats with a gradient.
+        tensors: Every leaf of the output that is a tensor, detached; None for others.
+        floats: For every leaf of the output, whether it is one of ``outputs``.
+        grads: Of every parameter, None without one.
+    """
+
+    outputs: list[Tensor]
+    tensors: list[Tensor | None]
+    floats: list[bool]
+    input_grads: list[Tensor | None]
+    grads: dict[str, Tensor | None]
+
+
 def region_of_call(
     module: nn.Module, fqn: str, call: ModuleCall, how: How, *, training: bool = False
 ) -> Region:

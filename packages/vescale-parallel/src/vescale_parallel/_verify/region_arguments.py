@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,16 +26,19 @@ from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.shard_module import placement_between, rank_part
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 
-from .closeness import close, largest_of
+from .compared_results import close, largest_of
 from .region import Contradiction
 
 # (module FQN, argument, number of the call of that module)
 Call = tuple[str, str, int]
 
 
-@dataclass(eq=False)
-class CallArguments:
+class ArgumentsOfCalls:
     """What modules were called with, and its gradients.
+
+    Args:
+        fqns: The modules.
+        keep_values: Whether to keep arguments, not their gradients alone.
 
     Attributes:
         values: Every floating-point argument with a gradient, and its history, if it is kept.
@@ -43,18 +46,23 @@ class CallArguments:
         names: Of the module's parameters, by identity, likewise.
     """
 
-    values: dict[Call, Tensor] = field(default_factory=dict[Call, Tensor])
-    grads: dict[Call, Tensor] = field(default_factory=dict[Call, Tensor])
-    names: dict[int, str] = field(default_factory=dict[int, str])
+    def __init__(self, fqns: Iterable[str], *, keep_values: bool) -> None:
+        self._fqns, self._keeps_values = tuple(fqns), keep_values
+        self.values: dict[Call, Tensor] = {}
+        self.grads: dict[Call, Tensor] = {}
+        self.names: dict[int, str] = {}
 
-    def watch(self, module: nn.Module, fqns: Iterable[str], *, keep_values: bool = False) -> None:
+    def listen(self, module: nn.Module) -> None:
         """Listen to calls of modules below one; hooks added before change what is seen."""
-        if keep_values:
+        if self._keeps_values:
             self.names.update((id(p), fqn) for fqn, p in module.named_parameters())
-        for fqn in fqns:
-            self._watch_calls(module.get_submodule(fqn), fqn, keep_values=keep_values)
+        for fqn in self._fqns:
+            self._watch_calls(module.get_submodule(fqn), fqn)
 
-    def _watch_calls(self, module: nn.Module, fqn: str, *, keep_values: bool) -> None:
+    def listen_behind(self, module: nn.Module) -> None:
+        """Do nothing: what enters is looked at before."""
+
+    def _watch_calls(self, module: nn.Module, fqn: str) -> None:
         names = list(inspect.signature(module.forward).parameters)
         calls = 0
 
@@ -64,7 +72,7 @@ class CallArguments:
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
                 if isinstance(value, Tensor) and value.requires_grad:
                     call = fqn, name, calls
-                    if keep_values:
+                    if self._keeps_values:
                         self.values[call] = value
                     value.register_hook(lambda grad, call=call: self._keep(call, grad))
 
@@ -126,8 +134,8 @@ class ComparedArguments:
     """
 
     entering: Entrances
-    whole: CallArguments
-    ranks: Sequence[CallArguments]
+    whole: ArgumentsOfCalls
+    ranks: Sequence[ArgumentsOfCalls]
 
     def check(self, partial: Collection[str]) -> None:
         """Compare gradients where regions begin: [Note: gradients that examples hide].

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.copies import tensors_in_attributes
 from vescale_parallel._model.fqns import generalize
-from vescale_parallel._verify.closeness import close, largest_of
+from vescale_parallel._verify.compared_results import close, largest_of
 
 from .leaving import part_of_whole
 from .slices import SequenceSlices

@@ -28,10 +28,10 @@ from vescale_parallel._trace.generators import (
     untouched_generators,
 )
 from vescale_parallel._verify.calls.flags import set_flags
-from vescale_parallel._verify.closeness import close, largest_of
-from vescale_parallel._verify.compared_runs import Given, Results, run_once
+from vescale_parallel._verify.compared_results import close, largest_of
+from vescale_parallel._verify.compared_runs import run_once
 from vescale_parallel._verify.freed_memory import give_memory_back
-from vescale_parallel._verify.region import Region
+from vescale_parallel._verify.region import Given, Region, Results
 from vescale_parallel._verify.scaled_down_model import is_large
 from vescale_parallel._verify.threads import run_in_threads
 from vescale_parallel._verify.whole_model import whole_region

@@ -7,26 +7,31 @@ that the example lacks may lead elsewhere: another mask, a second input, a branc
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
+from vescale_parallel._model.blocks import numel_of
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.experts_implementation import experts_without_values
 from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._tensor_parallel.hooks.whole_activations import Layouts
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._verify.dry_runs import DryRuns, dry_runs_of_few
-from vescale_parallel._verify.equivalence import NOT_REACHED, Contradiction, check_plan
+from vescale_parallel._verify.equivalence import MAX_NUMEL, NOT_REACHED, Contradiction, check_plan
 from vescale_parallel._verify.plan_of_scaled_down import plan_of_scaled_down
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
+from vescale_parallel._verify.whole_model import whole_region
 
 from .call_signature import CallForms
 from .flags import ChangedFlags, Flags
+from .seen_by_hooks import layouts_of
 
 
 class CallGuard:
@@ -48,6 +53,7 @@ class CallGuard:
         self._sharding_plan, self._sharding = dict(sharding_plan), sharding
         self._whole, self._class = copied_without_values(model), type(model).__name__
         is_cut = bool(sharding.spec.parameters or sharding.spec.shared)
+        self._layouts: dict[object, Layouts] = {}
         self._needs_proof = is_cut and self._whole is not None
 
     @contextlib.contextmanager
@@ -81,9 +87,7 @@ class CallGuard:
         self, model: nn.Module, form: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> str | None:
         """Return why there is no proof; raise if the plan is wrong."""
-        given = pytree.tree_map_only(
-            Tensor, lambda x: plain(x).cpu(), self._forms.batch(args, kwargs)
-        )
+        given = self._on_cpu(args, kwargs)
         assert self._whole is not None
         try:
             return in_fresh_thread(lambda: self._check(model, given), of=self._whole)
@@ -99,7 +103,53 @@ class CallGuard:
     def _told(self, fqn: str) -> str:
         return repr(fqn) if fqn else f"{self._class} itself"
 
-    def _check(self, model: nn.Module, batch: Any) -> str | None:
+    def layouts(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        fqns: Collection[str],
+        backward: Collection[str],
+    ) -> Layouts:
+        """Return how what hooks of modules are given lies over ranks, in calls of this form.
+
+        Args:
+            model: As it is now.
+            args: Of the call.
+            kwargs: Of the call.
+            fqns: The modules.
+            backward: Those with backward hooks.
+        """
+        if self._whole is None:
+            return {}
+        of_call = self._forms.form(args, kwargs), self._flags.of(model)
+        key = (*of_call, model.training, frozenset(fqns), frozenset(backward))
+        if key not in self._layouts:
+            batch = self._on_cpu(args, kwargs)
+
+            def find() -> Layouts:
+                subject, sharding = self._subject(model)
+                if numel_of(subject) > MAX_NUMEL:
+                    return {}
+                batch_of_few = dry_runs_of_few(subject, batch).batch
+                training = model.training
+                make = functools.partial(
+                    whole_region, subject, batch_of_few, {}, training=training
+                )
+                return layouts_of(make, sharding, fqns, backward, self._sharding)
+
+            try:
+                self._layouts[key] = in_fresh_thread(find, of=self._whole)
+            except (Contradiction, DryRunError):
+                self._layouts[key] = {}  # what hooks see is said to be a part
+        return self._layouts[key]
+
+    def _on_cpu(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        batch = self._forms.batch(args, kwargs)
+        return pytree.tree_map_only(Tensor, lambda x: plain(x).cpu(), batch)
+
+    def _subject(self, model: nn.Module) -> tuple[nn.Module, TensorSharding]:
+        """Return what is run for a model, as its modules are now, and how it is sharded."""
         subject, sharding = self._whole, self._sharding
         assert subject is not None
         if is_large(subject):
@@ -108,6 +158,10 @@ class CallGuard:
             if scaled is not None and smaller is not None:
                 subject, sharding = scaled, smaller
         self._flags.put_on(subject, model)
+        return subject, sharding
+
+    def _check(self, model: nn.Module, batch: Any) -> str | None:
+        subject, sharding = self._subject(model)
         runs = dry_runs_of_few(subject, batch)
         needs_values = _needs_values(runs)
         # Values decide what is run: right for these ones may be wrong for others, unless all that

@@ -1,0 +1,1 @@
+"""Hooks of users, which see what one device has."""

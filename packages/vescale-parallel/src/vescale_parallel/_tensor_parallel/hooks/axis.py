@@ -1,0 +1,54 @@
+"""What gives hooks whole activations along an axis of a mesh, on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from torch import Tensor, nn
+
+# What a hook is given: arguments before they enter a region, as forward gets them, what a module
+# returns, and the gradients of these as full backward hooks see them.
+Slot = Literal["before", "given", "returned", "grad_input", "grad_output"]
+
+
+class Conversion(Protocol):
+    """How a tensor becomes that of all ranks of an axis, and becomes this rank's again."""
+
+    def to_whole(self, x: Tensor) -> Tensor:
+        """Return what one device has; every rank must call this."""
+        ...
+
+    def from_whole(self, whole: Tensor) -> Tensor:
+        """Return what this rank has."""
+        ...
+
+
+class Axis(Protocol):
+    """Knows how what hooks are given lies over the ranks of an axis."""
+
+    def learn(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        fqns: Collection[str],
+        backward: Collection[str],
+    ) -> None:
+        """Find it for a call of a model, of modules with hooks, and of those of backward."""
+        ...
+
+    def sends(self, fqn: str, slots: Collection[Slot]) -> bool:
+        """Whether hooks of a module are given what several ranks have."""
+        ...
+
+    def conversions(
+        self, fqn: str, slot: Slot, leaves: Sequence[Any]
+    ) -> list[Conversion | None] | None:
+        """Return those of leaves, None of what is whole; None if some lie in an unknown way."""
+        ...
+
+
+def is_plain(x: Any) -> bool:
+    """Whether something is a tensor that ranks may have parts of: others say so themselves."""
+    return type(x) in (Tensor, nn.Parameter)

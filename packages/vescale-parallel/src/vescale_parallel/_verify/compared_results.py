@@ -1,0 +1,140 @@
+"""Results on ranks beside those of one device, and when two are the same but for rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Placement, Replicate
+
+from vescale_parallel._tensor_parallel.shard_module import rank_part
+
+from .region import Contradiction, Findings, How, Results
+
+
+def largest_of(whole: Tensor) -> float:
+    """Return the largest magnitude of a result, by which differences of its parts are judged."""
+    return float(whole.abs().max()) if whole.numel() else 0.0
+
+
+def close(found: Tensor, expected: Tensor, largest: float) -> bool:
+    """Return whether a part is what it should be; ``largest`` is that of the whole."""
+    if found.shape != expected.shape or found.is_complex() != expected.is_complex():
+        return False
+    if not found.is_complex():
+        found, expected = found.double(), expected.double()
+    return torch.allclose(
+        found, expected, rtol=1e-9, atol=1e-10 * (largest + 1e-3), equal_nan=False
+    )
+
+
+def compare_results(
+    fqn: str, expected: Results, runs: Sequence[Results], how: How, size: int
+) -> None:
+    """Raise if ranks return something else, or inputs have other gradients.
+
+    Raises:
+        Contradiction: With what differs.
+    """
+    assert how.output is not None
+    for rank, run in enumerate(runs):
+        if run.floats != expected.floats:
+            raise Contradiction(fqn, "a rank's part returns something else")
+        for out, whole, placement in zip(run.tensors, expected.tensors, how.output, strict=True):
+            if (out is None) != (whole is None):
+                raise Contradiction(fqn, "a rank's part returns something else")
+            if out is None or whole is None:
+                continue
+            if not close(out, part_of(whole, placement, size, rank), largest_of(whole)):
+                raise Contradiction(fqn, "what it returns differs")
+        for grad, whole, placement in zip(
+            run.input_grads, expected.input_grads, how.inputs, strict=True
+        ):
+            if not _same_gradient(grad, whole, placement, size, rank):
+                raise Contradiction(fqn, "the gradient of an input differs")
+
+
+def compare_gradients(
+    fqn: str,
+    expected: Results,
+    runs: Sequence[Results],
+    placements: Mapping[str, Placement],
+    found: Findings,
+) -> set[str]:
+    """Note what the gradients of parameters are; return whole ones whose gradients are zero."""
+    undecided = set[str]()
+    size, largest_in = len(runs), _largest_in_modules(expected.grads)
+    for name, whole in expected.grads.items():
+        full = f"{fqn}.{name}".strip(".")
+        grads = [run.grads[name] for run in runs]
+        if whole is None:
+            if any(grad is not None and bool(grad.any()) for grad in grads):
+                raise Contradiction(fqn, f"the gradient of {full!r} differs")
+            continue
+        placement = placements.get(full, Replicate())
+        is_whole = placement == Replicate()
+        parts = [part_of(whole, placement, size, rank) for rank in range(size)]
+        given = [
+            torch.zeros_like(p) if g is None else g for p, g in zip(parts, grads, strict=True)
+        ]
+        if bool(whole.any()):
+            found.reached.add(full)
+        largest = largest_in[_owner(name)]
+        as_it_is = all(close(grad, part, largest) for grad, part in zip(given, parts, strict=True))
+        as_sum = is_whole and close(torch.stack(given).sum(0), whole, largest)
+        if not as_it_is and not as_sum:
+            raise Contradiction(fqn, f"the gradient of {full!r} differs")
+        # One that is zero but for rounding says neither: of norms of queries where all tokens of
+        # an example are the same one, and attention looks at all of them alike.
+        if is_whole and as_it_is and as_sum:
+            undecided.add(full)
+        elif is_whole:
+            one, other = found.whole, found.partial
+            _note(*((one, other) if as_it_is else (other, one)), full, fqn)
+    return undecided - found.whole - found.partial
+
+
+def _largest_in_modules(grads: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the largest magnitude of the gradients of every module's own parameters.
+
+    Gradients of a module are sums of the same numbers, and rounding is as large as these. That of
+    a bias of keys is zero and all rounding: softmax does not change if a number is added to all
+    scores.
+    """
+    found: dict[str, float] = {}
+    for name, grad in grads.items():
+        largest = 0.0 if grad is None else largest_of(grad)
+        found[_owner(name)] = max(found.get(_owner(name), 0.0), largest)
+    return found
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _note(found: set[str], other: set[str], name: str, fqn: str) -> None:
+    if name in other:
+        raise Contradiction(
+            fqn, f"the gradient of {name!r} is a sum over ranks in a block alone and not in all"
+        )
+    found.add(name)
+
+
+def _same_gradient(
+    grad: Tensor | None, whole: Tensor | None, placement: Placement | None, size: int, rank: int
+) -> bool:
+    """Return whether a rank has its part of an input's gradient; none is zero."""
+    if whole is None:
+        return grad is None or not grad.any()
+    part = part_of(whole, placement, size, rank)
+    return close(torch.zeros_like(part) if grad is None else grad, part, largest_of(whole))
+
+
+def part_of(x: Any, placement: Placement | None, size: int, rank: int) -> Any:
+    """Return what a rank has of a value; of none without a placement, all of it."""
+    if not isinstance(x, Tensor) or placement is None or placement == Replicate():
+        return x
+    part = rank_part(x.detach(), placement, size, rank)
+    return part.requires_grad_(x.requires_grad)
