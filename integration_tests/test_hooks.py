@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # noqa: PLC2701 (its other name is documented)
 
+import vescale
 from vescale_testing import RankError, World
 
-from .test_stays_pytorch import Run, check, loss_of, planned
+from .plans import CP, SEQUENCE, TP, Constraints
+from .test_stays_pytorch import Run, loss_of, notes_of
 
 Program = Callable[[Run], None]
 IN_REGIONS = {
@@ -171,17 +174,45 @@ def other_gradients(run: Run) -> None:
     run.note_gradients(model)
 
 
+PLANS: dict[str, Constraints] = {
+    "tp": {TP: 2},
+    "sequence": {TP: 2, SEQUENCE: True},
+    "cp": {CP: 2},
+    "ring": {CP: 2, "context_parallel.method": "ring"},
+}
 PROGRAMS = [reading, penalty, replacing, writing, replacing_arguments, gradients, other_gradients]
 
 
+@cache
+def planned(kind: str, name: str) -> str:
+    model, call = Run(kind=kind, plan=None).build()
+    plan = vescale.generate_plan(model, PLANS[name], world_size=2, example_batch=call)
+    return plan.to_json()
+
+
+def check(world: World, program: Program, kind: str, name: str) -> None:
+    expected = notes_of(program, kind, None)
+    assert any(isinstance(value, Tensor) for _, value in expected)
+    for found in world.run(notes_of, program, kind, planned(kind, name)):
+        assert [path for path, _ in found] == [path for path, _ in expected]
+        for (path, one), (_, other) in zip(found, expected, strict=True):
+            if not isinstance(other, Tensor):
+                assert one == other
+                continue
+            # Float64, summed in another order: small elements are sums of large ones.
+            close = 1e-12 * float(other.abs().max()) + 1e-15
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=close, msg=path)
+
+
+@pytest.mark.by_day("*-nanogpt-tp", "*-llama-sequence", "*-llama-cp")
 @pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kind", ["nanogpt", "llama"])
-@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_hooks_see_what_one_device_has(
-    world2: World, program: Program, sequence: bool, kind: str
+    world2: World, program: Program, kind: str, name: str
 ) -> None:
-    check(world2, program, kind, sequence=sequence)
+    check(world2, program, kind, name)
 
 
 def on_one_rank(plan: str, fqn: str) -> int:
@@ -197,7 +228,7 @@ def on_one_rank(plan: str, fqn: str) -> int:
 
 
 def test_a_hook_of_one_rank_may_look_at_what_is_whole(world2: World) -> None:
-    assert world2.run(on_one_rank, planned("nanogpt", False), "blocks.0") == [1, 0]
+    assert world2.run(on_one_rank, planned("nanogpt", "tp"), "blocks.0") == [1, 0]
 
 
 @pytest.mark.nightly  # half of a timeout of collectives
@@ -206,7 +237,7 @@ def test_a_hook_of_one_rank_that_needs_others_is_an_error_that_names_it(world2: 
         r"rank 0 has a hook that rank 1 has not: .*on_one_rank.*of 'blocks.0.mlp.1'.*every rank"
     )
     with pytest.raises(RankError, match=error):
-        world2.run(on_one_rank, planned("nanogpt", False), "blocks.0.mlp.1")
+        world2.run(on_one_rank, planned("nanogpt", "tp"), "blocks.0.mlp.1")
 
 
 def coming_and_going(run: Run) -> None:
@@ -267,10 +298,12 @@ def kept_gradients(run: Run) -> None:
     run.note([x.grad for x in kept])
 
 
+@pytest.mark.by_day("*-nanogpt-sequence", "*-llama-cp")
 @pytest.mark.slow
+@pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("kind", ["nanogpt", "llama"])
 @pytest.mark.parametrize("program", [coming_and_going, objects, kept_gradients])
 def test_hooks_of_any_kind_see_what_one_device_has(
-    world2: World, program: Program, kind: str
+    world2: World, program: Program, kind: str, name: str
 ) -> None:
-    check(world2, program, kind, sequence=True)
+    check(world2, program, kind, name)

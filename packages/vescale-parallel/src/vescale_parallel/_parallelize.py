@@ -73,7 +73,7 @@ from ._runtime.module import give_engine
 from ._runtime.optimizer.kinds import declared_block
 from ._runtime.optimizer.user_functions import OptimizerFn, train_parts
 from ._runtime.outside import refuse_parts
-from ._runtime.planned_engine import planned_engine
+from ._runtime.planned_engine import planned_engine, planned_hooks
 from ._runtime.recomputation.recompute import recompute_blocks
 from ._runtime.tell_result import tell_result
 from ._tensor_parallel.apply import install
@@ -81,7 +81,6 @@ from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
 from ._tensor_parallel.conversions import Boundary
 from ._tensor_parallel.explain import Applied, said_whole
-from ._tensor_parallel.hooks.planned import planned_hooks
 from ._tensor_parallel.invariant.boundary import InvariantBoundary
 from ._tensor_parallel.invariant.install import install_invariant
 from ._tensor_parallel.invariant.tree import OneRank, TreeRanks
@@ -237,8 +236,9 @@ def _change(
     recompute_blocks(model, run_here, modes, as_now, plan.recompute_keep, rows.prepare)
     parameters = planned_zero_state(plan, model, mesh, params, units)
     leave_in_blocks(model, run_here)
-    of_calls = (proofs, sequence, planned_hooks(model, mesh, boundary, proofs))
-    parts = (parameters, of_calls, rows, rng, lift, stages, staging, draws, context)
+    guards = proofs, sequence
+    hooks = planned_hooks(model, mesh, boundary, guards, sliced, context)
+    parts = (parameters, (*guards, hooks), rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)
     engine.completed = engine.completed if sequence is None else sequence.completed
     if plan.data_parallel.size > 1 or stages is not None or sliced is not None:

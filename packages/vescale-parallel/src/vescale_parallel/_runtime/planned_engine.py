@@ -9,10 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_parallel._cross_replica.batch import BatchRows
+from vescale_parallel._cross_replica.context.blocks import SlicedBlocks
+from vescale_parallel._cross_replica.context.reach.seen_by_hooks import FindsSlices, OverSequence
+from vescale_parallel._cross_replica.context.slices import ContextProcesses
 from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.output import loss_called
 from vescale_parallel._loss.returned import ReturnedLosses
 from vescale_parallel._mesh.data_ranks import DataRanks
+from vescale_parallel._mesh.mesh import axis_group
 from vescale_parallel._parameters.shard_model import torch_dtype
 from vescale_parallel._pipeline.buffers import StageBuffers
 from vescale_parallel._pipeline.runner import Pipeline
@@ -22,6 +26,14 @@ from vescale_parallel._pipeline.step import PipelineStep
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._rng.stage_draws import StageDraws
+from vescale_parallel._tensor_parallel.conversions import Boundary
+from vescale_parallel._tensor_parallel.hooks.agreed import AgreedHooks
+from vescale_parallel._tensor_parallel.hooks.axis import Axis
+from vescale_parallel._tensor_parallel.hooks.whole_activations import (
+    FindsLayouts,
+    OverTensorParallel,
+)
+from vescale_parallel._tensor_parallel.hooks.whole_for_hooks import WholeForHooks
 from vescale_parallel._tensor_parallel.vocabulary.distributed_logits import DistributedLogits
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
 
@@ -95,3 +107,31 @@ def planned_engine(
         keeps_caches=step is None and context is None,
         input_dtype=torch_dtype(plan.precision.param) if plan.precision.cast_inputs else None,
     )
+
+
+def planned_hooks(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    boundary: Boundary | None,
+    guards: tuple[FindsLayouts | None, FindsSlices | None],
+    sliced: SlicedBlocks | None,
+    context: dist.ProcessGroup | None,
+) -> WholeForHooks | None:
+    """Return what gives hooks whole activations. Every rank must call this.
+
+    Args:
+        model: The model, changed as a plan says.
+        mesh: The plan's.
+        boundary: That activations cross between tensor-parallel ranks.
+        guards: What knows how they lie over these, and over ranks that share a sequence.
+        sliced: Blocks that compute on slices.
+        context: The ranks that share a sequence.
+    """
+    axes: list[tuple[Axis, AgreedHooks]] = []
+    group, (layouts, slices) = axis_group(mesh, "tp"), guards
+    if group is not None and boundary is not None and layouts is not None:
+        axes.append((OverTensorParallel(boundary.ranks, layouts), AgreedHooks(group)))
+    if context is not None and sliced is not None and slices is not None:
+        ranks = ContextProcesses(context)
+        axes.append((OverSequence(ranks, slices, sliced), AgreedHooks(context)))
+    return WholeForHooks(model, axes) if axes else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -13,6 +14,12 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.batches.small_batches import within
 from vescale_parallel._cross_replica.context.reach.all_blocks import of_all_blocks
+from vescale_parallel._cross_replica.context.reach.seen_by_hooks import (
+    JudgesSlices,
+    SlicedLeaves,
+    heard_on_slices,
+    part_of,
+)
 from vescale_parallel._model.blocks import alike_parameters, blocks_of, sequence_stacks
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
@@ -20,6 +27,7 @@ from vescale_parallel._model.inputs import bind, opened, small_examples
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.calls.call_signature import CallForms
 from vescale_parallel._verify.calls.flags import Flags, flags_of, set_flags
+from vescale_parallel._verify.calls.seen_activations import SeenActivations, judged, like_blocks
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
@@ -33,6 +41,22 @@ from .slicing import LEAVE_OUT, Slicing
 
 # Elements of which every rank of a machine has the values and all gradients, in float64, at once.
 _MAX_NUMEL = 2**27
+
+
+_Form = tuple[str, tuple[int, ...], Flags]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What a form of call was compared on.
+
+    Attributes:
+        named: Its arguments, of few rows.
+        slicing: What was sliced, in the model that was compared.
+    """
+
+    named: Mapping[str, Any]
+    slicing: Slicing
 
 
 class ContextGuard:
@@ -69,7 +93,10 @@ class ContextGuard:
         self._stacks = sequence_stacks(model)
         within = tuple(f"{stack[0]}." for stack in self._stacks if len(stack) == 1)
         self._units = frozenset(fqn for fqn in blocks_of(model) if fqn.startswith(within))
-        self._known: dict[tuple[str, tuple[int, ...], Flags], Slicing] = {}
+        self._known: dict[_Form, Slicing] = {}
+        self._compared: dict[_Form, _Compared | None] = {}
+        self._latest: _Compared | None = None
+        self._seen: dict[object, SlicedLeaves] = {}
         self._model = model
         self._blocks: SlicedBlocks | None = None
         self._ranks: ContextRanks | None = None
@@ -114,6 +141,7 @@ class ContextGuard:
             named = pytree.tree_map_only(Tensor, plain, named)
             try:
                 self._known[form] = self._proven_on_few(named)
+                self._compared[form] = self._latest
             except ShortSequenceError:
                 return Slicing()  # it runs whole, and says nothing of longer ones
             except NotSlicedError as error:
@@ -126,6 +154,51 @@ class ContextGuard:
                     f"products of queries with keys; or {LEAVE_OUT}{raised}"
                 ) from error
         return self._known[form]
+
+    def seen_slices(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        fqns: Collection[str],
+        backward: Collection[str],
+    ) -> SlicedLeaves:
+        """Return how what hooks of modules are given lies over ranks, in calls of this form.
+
+        Args:
+            args: Of the call.
+            kwargs: Of the call.
+            fqns: The modules.
+            backward: Those with backward hooks.
+        """
+        named = self._forms.named(args, kwargs)
+        form = self._forms.form(args, kwargs), _equal_lengths(named), flags_of(self._model)
+        key = (*form, frozenset(fqns), frozenset(backward))
+        if key not in self._seen:
+            self._seen[key] = {}  # of a sequence that is too short to be shared
+            if (few := self._compared.get(form)) is not None:
+                find = functools.partial(self._find_seen, few, fqns, backward)
+                self._seen[key] = in_fresh_thread(find, of=self._whole or nn.Module())
+        return self._seen[key]
+
+    def _find_seen(
+        self, few: _Compared, fqns: Collection[str], backward: Collection[str]
+    ) -> SlicedLeaves:
+        def listener(model: nn.Module, is_whole: bool) -> SeenActivations:
+            names = [fqn for fqn, _ in model.named_modules()]
+            of_forward, of_backward = like_blocks(fqns, names), like_blocks(backward, names)
+            return SeenActivations(of_forward, of_backward, part_of)
+
+        assert self._whole is not None
+        subject = self._subject(self._whole)
+        set_flags(subject, self._model)
+        found = few.named, few.slicing, self._size, listener
+        try:
+            whole, ranks, slices = heard_on_slices(
+                subject, *found, draws_by=self._draws_by, method=self._method
+            )
+        except NotSlicedError:
+            return {}  # what hooks see is said to be a part
+        return judged({*fqns}, whole, ranks, JudgesSlices(slices))
 
     def _proven_on_few(self, named: Mapping[str, Any]) -> Slicing:
         """Compare on as few rows as the model runs on; see [Note: groups of rows]."""
@@ -140,17 +213,16 @@ class ContextGuard:
         raise errors[0]
 
     def _prove(self, named: Mapping[str, Any]) -> Slicing:
-        whole = subject = self._whole
-        if whole is None or subject is None:
+        whole = self._whole
+        if whole is None:
             raise NotSlicedError("it cannot be copied, and so not compared with one device")
-        if is_large(whole):
-            subject = scaled_down(whole, 1) or whole
-            if (numel := _numel_of_few(subject)) > _MAX_NUMEL:
-                raise NotSlicedError(
-                    f"it is too large to be compared with one device ({numel:,} elements with one "
-                    f"block of each list, at most {_MAX_NUMEL:,}), and has no configuration of "
-                    "transformers to make a smaller one of"
-                )
+        subject = self._subject(whole)
+        if is_large(whole) and (numel := _numel_of_few(subject)) > _MAX_NUMEL:
+            raise NotSlicedError(
+                f"it is too large to be compared with one device ({numel:,} elements with one "
+                f"block of each list, at most {_MAX_NUMEL:,}), and has no configuration of "
+                "transformers to make a smaller one of"
+            )
         set_flags(subject, self._model)
         smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
         found = proven_slicing(
@@ -161,7 +233,12 @@ class ContextGuard:
             method=self._method,
             behind=self._only_loss,
         )
+        self._latest = _Compared(smaller, found)
         return found if subject is whole else of_all_blocks(found, subject, whole)
+
+    def _subject(self, whole: nn.Module) -> nn.Module:
+        """Return what is compared of a model."""
+        return (scaled_down(whole, 1) or whole) if is_large(whole) else whole
 
     def completed(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -29,7 +29,7 @@ from vescale_parallel._trace.generators import (
 )
 from vescale_parallel._verify.calls.flags import set_flags
 from vescale_parallel._verify.compared_results import close, largest_of
-from vescale_parallel._verify.compared_runs import run_once
+from vescale_parallel._verify.compared_runs import Listener, run_once
 from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.region import Given, Region, Results
 from vescale_parallel._verify.scaled_down_model import is_large
@@ -135,7 +135,7 @@ def _compared(
     ) -> tuple[list[_Ran], SequenceSlices]:
         set_generators(begin)
         how = size, tried, make, draws_by, writes.once
-        return _on_ranks(given, base, *how, begin=state or {})
+        return run_on_ranks(given, base, *how, begin=state or {})
 
     def combinations() -> dict[Place, Combination]:
         set_generators(begin)
@@ -233,7 +233,7 @@ class _Ran:
     slices: Mapping[str, SequenceSlices] = field(default_factory=dict[str, SequenceSlices])
 
 
-def _on_ranks(
+def run_on_ranks(
     given: Given,
     base: nn.Module,
     size: int,
@@ -243,6 +243,7 @@ def _on_ranks(
     written: Collection[Held],
     *,
     begin: State,
+    listeners: Sequence[Listener] = (),
 ) -> tuple[list[_Ran], SequenceSlices]:
     """Run a model on all ranks, from what another run wrote; return also the slices."""
     found: list[SequenceSlices] = []
@@ -250,6 +251,8 @@ def _on_ranks(
     def on_rank(rank: int, threads: ThreadExchange) -> _Ran:
         local = sharing_copy(base)
         begin_with(local, begin)
+        for listener in listeners[rank : rank + 1]:
+            listener.listen(local)
         blocks = make(ContextThreads(threads, rank))
         blocks.install(local, sequence_stacks(local))
         blocks.slice_as(slicing)
@@ -258,6 +261,8 @@ def _on_ranks(
         notes = noted_outputs(local)
         if slicing.draws:
             draws_by(blocks).install(local)
+        for listener in listeners[rank : rank + 1]:
+            listener.listen_behind(local)
         try:
             result = run_once(local, given, with_chance=bool(slicing.draws))
         # Arbitrary user code: whatever it raises means that it does not run on slices.

@@ -24,6 +24,10 @@ class Conversion(Protocol):
         ...
 
 
+class Unknown:
+    """Stands for the conversion of a leaf that lies over ranks in a way that was not found."""
+
+
 class Axis(Protocol):
     """Knows how what hooks are given lies over the ranks of an axis."""
 
@@ -44,8 +48,8 @@ class Axis(Protocol):
 
     def conversions(
         self, fqn: str, slot: Slot, leaves: Sequence[Any]
-    ) -> list[Conversion | None] | None:
-        """Return those of leaves, None of what is whole; None if some lie in an unknown way."""
+    ) -> list[Conversion | Unknown | None]:
+        """Return those of leaves, None of what is whole."""
         ...
 
 

@@ -23,7 +23,7 @@ from vescale_parallel._tensor_parallel.chunks import lengths_within, part_sizes,
 from vescale_parallel._tensor_parallel.communicators import Ranks
 from vescale_parallel._tensor_parallel.conversions import convert
 
-from .axis import Conversion, Slot, is_plain
+from .axis import Conversion, Slot, Unknown, is_plain
 
 
 @dataclass(frozen=True)
@@ -168,24 +168,23 @@ class OverTensorParallel:
 
     def sends(self, fqn: str, slots: Collection[Slot]) -> bool:
         layouts = (x for slot in slots for x in self._layouts.get((fqn, slot), ()))
-        return any(x is not None and not x.is_whole for x in layouts)
+        return any(x is not None and x.value != Replicate() for x in layouts)
 
     def conversions(
         self, fqn: str, slot: Slot, leaves: Sequence[Any]
-    ) -> list[Conversion | None] | None:
+    ) -> list[Conversion | Unknown | None]:
+        """Return those of leaves, None of what is whole."""
         # Hooks may be given the arguments without those that have names, which are behind.
-        layouts = self._layouts.get((fqn, slot), ())[: len(leaves)]
-        if len(layouts) < len(leaves):
+        known = self._layouts.get((fqn, slot), ())[: len(leaves)]
+        layouts = known if len(known) == len(leaves) else (None,) * len(leaves)
+        return [self._conversion(*each) for each in zip(leaves, layouts, strict=True)]
+
+    def _conversion(self, x: Any, layout: Layout | None) -> Conversion | Unknown | None:
+        if not is_plain(x):
             return None
-        pairs = [*zip(leaves, layouts, strict=True)]
-        if any(is_plain(x) and layout is None for x, layout in pairs):
-            return None
-        return [
-            _OverRanks(layout, self._ranks)
-            if is_plain(x) and layout is not None and not layout.is_whole
-            else None
-            for x, layout in pairs
-        ]
+        if layout is None:
+            return Unknown()
+        return None if layout.is_whole else _OverRanks(layout, self._ranks)
 
 
 def _whole_length(x: Tensor, dim: int, ranks: Ranks) -> int:

@@ -23,7 +23,7 @@ from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import left_out
 
 from .agreed import AgreedHooks
-from .axis import Axis, Conversion, Slot
+from .axis import Axis, Conversion, Slot, Unknown
 from .seen import Seen
 
 Hook = Callable[..., Any]
@@ -133,24 +133,32 @@ class WholeForHooks:
         conversions: list[list[Conversion]] = [[] for _ in leaves]
         for axis, _ in self._axes:
             found = axis.conversions(fqn, slot, leaves)
-            if found is None:
-                self._tell(fqn, hook)
-                continue
-            for of_leaf, conversion in zip(conversions, found, strict=True):
-                of_leaf.extend([] if conversion is None else [conversion])
+            for at, conversion in enumerate(found):
+                if isinstance(conversion, Unknown):
+                    self._tell(fqn, hook, slot, at)
+                elif conversion is not None:
+                    conversions[at].append(conversion)
         if not any(conversions):
             return None
         return Seen(leaves, spec, conversions, f"{_told(hook)}, a hook of {fqn!r},")
 
-    def _tell(self, fqn: str, hook: Hook) -> None:
+    def _tell(self, fqn: str, hook: Hook, slot: Slot, at: int) -> None:
         if fqn not in self._told:
             self._told.add(fqn)
             warn_at_user_line(
-                f"{_told(hook)}, a hook of {fqn!r}, may see what this rank has of activations, "
-                "not what one device has: how they lie over ranks could not be found"
+                f"{_told(hook)}, a hook of {fqn!r}, sees what this rank has of value {at} among "
+                f"{_SEEN[slot]}, which may not be what one device has: how it lies over ranks "
+                "could not be found"
             )
 
 
+_SEEN: dict[Slot, str] = {
+    "before": "arguments",
+    "given": "arguments",
+    "returned": "what is returned",
+    "grad_input": "gradients of arguments",
+    "grad_output": "gradients of what is returned",
+}
 _Hooked = tuple[str, nn.Module, str, int, Hook]
 _SLOTS: dict[str, tuple[Slot, ...]] = {
     _BEFORE: ("before", "given"),

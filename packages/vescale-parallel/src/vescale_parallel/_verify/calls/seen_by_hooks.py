@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
-from vescale_parallel._model.structures import flattened
 from vescale_parallel._tensor_parallel.chunks import (
     Parts,
     lengths_within,
@@ -23,15 +20,11 @@ from vescale_parallel._tensor_parallel.hooks.axis import Slot
 from vescale_parallel._tensor_parallel.hooks.whole_activations import Layout, Layouts
 from vescale_parallel._tensor_parallel.shard_module import placement_between, rank_part
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
-from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.compared_results import close, largest_of
 from vescale_parallel._verify.compared_runs import heard
 from vescale_parallel._verify.region import Region
 
-SLOTS: tuple[Slot, ...] = get_args(Slot)
-_Place = tuple[str, Slot]
-_Leaves = tuple[Layout | None, ...]
-_Call = tuple[str, Slot, int]  # module, slot and the number of the call
+from .seen_activations import SeenActivations, judged, like_blocks
 
 
 def layouts_of(
@@ -56,105 +49,18 @@ def layouts_of(
     """
     asked, asked_backward = {*fqns}, {*backward}
 
-    def listener(region: Region, *, is_whole: bool) -> _Activations:
+    def listener(region: Region, *, is_whole: bool) -> SeenActivations:
         names = [fqn for fqn, _ in region.module.named_modules()]
-        return _Activations(_like(asked, names), _like(asked_backward, names))
+        return SeenActivations(like_blocks(asked, names), like_blocks(asked_backward, names))
 
-    whole, ranks = heard(make, sharding, listener)
     packed = _packed(sharding, real)
-    of_calls: dict[_Place, list[_Leaves]] = {}
-    for call, values in whole.values.items():
-        others = [rank.values.get(call, ()) for rank in ranks]
-        grads = [each.grads.get(call, {}) for each in (whole, *ranks)]
-        found: _Leaves = ()
-        if all(len(other) == len(values) for other in others):
-            found = tuple(
-                _layout(value, [other[at] for other in others], [g.get(at) for g in grads], packed)
-                for at, value in enumerate(values)
-            )
-        of_calls.setdefault((call[0], call[1]), []).append(found)
-    alike: dict[_Place, list[_Leaves]] = {}
-    for (fqn, slot), calls in of_calls.items():
-        alike.setdefault((generalize(fqn), slot), []).extend(calls)
-    return {
-        (fqn, slot): _of_all_calls(of_calls.get((fqn, slot)) or alike[generalize(fqn), slot])
-        for fqn in asked
-        for slot in SLOTS
-        if (generalize(fqn), slot) in alike
-    }
 
+    def judge(
+        whole: Tensor, parts: Sequence[Tensor], grads: Sequence[Tensor | None], slot: Slot
+    ) -> Layout | None:
+        return _layout(whole, parts, grads, packed)
 
-def _like(asked: Collection[str], names: Collection[str]) -> set[str]:
-    """Return modules that were asked for, or blocks like those that were scaled away."""
-    missing = {generalize(fqn) for fqn in asked if fqn not in names}
-    return {fqn for fqn in names if fqn in asked or generalize(fqn) in missing}
-
-
-def _of_all_calls(found: Sequence[_Leaves]) -> _Leaves:
-    if len({len(each) for each in found}) > 1:
-        return ()
-    leaves = zip(*found, strict=True)
-    return tuple(layouts[0] if len({*layouts}) == 1 else None for layouts in leaves)
-
-
-class _Activations:
-    """What hooks of modules are given, and its gradients.
-
-    Attributes:
-        values: Leaves of every call, None of what is no tensor.
-        grads: Of those that a gradient reached.
-    """
-
-    def __init__(self, fqns: Iterable[str], backward: Iterable[str]) -> None:
-        self._fqns, self._backward = sorted(fqns), frozenset(backward)
-        self._calls: dict[_Place, int] = {}
-        self.values: dict[_Call, list[Tensor | None]] = {}
-        self.grads: dict[_Call, dict[int, Tensor]] = {}
-
-    def listen(self, module: nn.Module) -> None:
-        """Listen to what modules are given before it enters regions."""
-        for fqn in self._fqns:
-            self._listen_before(module.get_submodule(fqn), fqn, "before")
-
-    def listen_behind(self, module: nn.Module) -> None:
-        """Listen to what forward gets, and to what is returned in the end."""
-        for fqn in self._fqns:
-            each = module.get_submodule(fqn)
-            self._listen_before(each, fqn, "given")
-            note = functools.partial(self._note, fqn)
-            each.register_forward_hook(lambda _, args, output, note=note: note("returned", output))
-            if fqn in self._backward:
-                each.register_full_backward_hook(
-                    lambda _, inputs, grads, note=note: note("grad_input", inputs)
-                )
-                each.register_full_backward_pre_hook(
-                    lambda _, grads, note=note: note("grad_output", grads)
-                )
-
-    def _listen_before(self, module: nn.Module, fqn: str, slot: Slot) -> None:
-        def note(_: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Of a tensor that others read, too, the gradient that comes back from here.
-            own = pytree.tree_map_only(Tensor, _view, (args, kwargs))
-            self._note(fqn, slot, own)
-            return own
-
-        module.register_forward_pre_hook(note, with_kwargs=True)
-
-    def _note(self, fqn: str, slot: Slot, tree: Any) -> None:
-        number = self._calls[fqn, slot] = self._calls.get((fqn, slot), 0) + 1
-        call: _Call = (fqn, slot, number)
-        leaves = flattened(tree)[0]
-        self.values[call] = [x.detach().clone() if isinstance(x, Tensor) else None for x in leaves]
-        for at, x in enumerate(leaves):
-            if isinstance(x, Tensor) and x.requires_grad:
-                x.register_hook(functools.partial(self._note_gradient, call, at))
-
-    def _note_gradient(self, call: _Call, at: int, grad: Tensor) -> None:
-        self.grads.setdefault(call, {})[at] = grad.detach()
-
-
-def _view(x: Tensor) -> Tensor:
-    return x.view_as(x) if x.requires_grad else x
+    return judged(asked, *heard(make, sharding, listener), judge)
 
 
 def _packed(sharding: TensorSharding, real: TensorSharding) -> dict[Parts, Parts]:
@@ -168,21 +74,18 @@ def _packed(sharding: TensorSharding, real: TensorSharding) -> dict[Parts, Parts
 
 
 def _layout(
-    whole: Tensor | None,
-    parts: Sequence[Tensor | None],
+    whole: Tensor,
+    parts: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     packed: Mapping[Parts, Parts],
 ) -> Layout | None:
     """Return how a leaf lies, given its gradient on one device and on every rank."""
-    tensors = [part for part in parts if part is not None]
-    if whole is None or len(tensors) < len(parts):
-        return None
-    value = _placement(whole, tensors, packed)
+    value = _placement(whole, parts, packed)
     if value is None:
         return None
     gradient = Replicate() if value == Partial() else value
     if any(grad is not None and bool(grad.any()) for grad in grads):
-        zeros = (whole, *tensors)
+        zeros = (whole, *parts)
         given = [
             torch.zeros_like(z) if g is None else g for g, z in zip(grads, zeros, strict=True)
         ]
