@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils import _pytree as pytree  # noqa: PLC2701 (its other name is documented)
 
 import vescale
@@ -165,10 +167,12 @@ def gradients(run: Run) -> None:
 def other_gradients(run: Run) -> None:
     """Hooks of backward that return others."""
     model, call = run.start()
+
+    def flipped(_: nn.Module, inputs: Any, grads: Any) -> Any:
+        return tuple(None if x is None else x.flip(-1) for x in inputs)
+
     for module in hooked_backward(run, model).values():
-        module.register_full_backward_hook(
-            lambda _, inputs, grads: tuple(None if x is None else x.flip(-1) for x in inputs)
-        )
+        module.register_full_backward_hook(flipped)
         module.register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2, *grads[1:]))
     loss_of(model, call).backward()
     run.note_gradients(model)
@@ -307,3 +311,22 @@ def test_hooks_of_any_kind_see_what_one_device_has(
     world2: World, program: Program, kind: str, name: str
 ) -> None:
     check(world2, program, kind, name)
+
+
+def with_a_global_hook(plan: str) -> list[str]:
+    model, call = Run(kind="nanogpt", plan=plan).start()
+    handle = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss_of(model, call)
+    finally:
+        handle.remove()
+    return [str(each.message) for each in caught]
+
+
+def test_a_hook_of_all_modules_is_said_to_see_parts(world2: World) -> None:
+    for told in world2.run(with_a_global_hook, planned("nanogpt", "tp")):
+        assert len(told) == 1
+        assert "a hook of all modules, sees what this rank has" in told[0]

@@ -37,12 +37,12 @@ def build(*, layers: int = 2) -> nn.Module:
     return model
 
 
-def batch_of(step: int, *, images: int = 1) -> dict[str, Tensor]:
+def batch_of(step: int, *, images: int = 1, rows: int = ROWS) -> dict[str, Tensor]:
     """Return texts behind as many images a row, without labels."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(3, IMAGE, (ROWS, 6), generator=generator)
-    front = torch.full((ROWS, images * NUM_PATCHES), IMAGE)
-    pixels = torch.randn(ROWS * images, 3, 8, 8, dtype=torch.float64, generator=generator)
+    ids = torch.randint(3, IMAGE, (rows, 6), generator=generator)
+    front = torch.full((rows, images * NUM_PATCHES), IMAGE)
+    pixels = torch.randn(rows * images, 3, 8, 8, dtype=torch.float64, generator=generator)
     ids = torch.cat([front, ids], dim=1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": pixels}
 

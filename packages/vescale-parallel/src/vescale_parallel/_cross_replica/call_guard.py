@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.blocks import pipeline_blocks
-from vescale_parallel._model.copies import copied_without_values, pairs, plain, tensors_within
+from vescale_parallel._model.copies import copied_without_values, pairs, plain
 from vescale_parallel._model.inputs import has_dims
 from vescale_parallel._model.kept_outside import (
     filled_by,
@@ -31,8 +31,8 @@ from vescale_parallel._verify.scaled_down_model import scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .batches.graphs import coupling_of_call
-from .batches.num_rows import chosen_num_rows, row_counts_to_try
-from .batches.small_batches import Extremes, largest_table, some_rows, within
+from .batches.num_rows import check_more_rows, chosen_num_rows, is_first_dim, row_counts_to_try
+from .batches.small_batches import extremes_of, holds_rows, some_rows, within
 from .borders import (
     NOWHERE,
     RowCoupling,
@@ -283,7 +283,7 @@ class RowGuard:
         in_groups: bool = False,
     ) -> RowCoupling:
         leaves = pytree.tree_leaves(given)
-        if any(_holds_rows(leaf) for leaf in leaves):
+        if any(map(holds_rows, leaves)):
             raise CannotRunError("an object is given that holds tensors, a cache for example")
         subject, is_scaled_down = self.subject(model)
         elsewhere = {index for index, dim in dims if dim is None}
@@ -292,18 +292,22 @@ class RowGuard:
         found: dict[int, RowCoupling] = {}
         errors: list[CannotRunError] = []
         for num_rows in likely_row_counts(*told) if known_rows is None else [known_rows]:
+            counts = row_counts_to_try(num_rows, in_groups=in_groups)
             batches = (
                 (num_few, some_rows(given, num_rows, uneven=uneven, dims=dims, num_few=num_few))
-                for num_few in row_counts_to_try(num_rows, in_groups=in_groups)
+                for num_few in counts
                 for uneven in (True, False)
             )
             try:
-                found[num_rows] = self._coupling_of(subject, batches, is_scaled_down)
+                coupling = self._coupling_of(subject, batches, is_scaled_down)
+                if coupling.fails and num_rows in counts:
+                    check_more_rows(subject, given, num_rows, dims, is_scaled_down=is_scaled_down)
             except CannotRunError as error:
                 errors.append(error)
                 continue
+            found[num_rows] = coupling
             # Steps of time, taken for rows, are coupled; rows mostly are not.
-            if not found[num_rows].regions:
+            if not coupling.regions:
                 break
         if not errors and not found:
             raise CannotRunError("no tensor is given that has rows")
@@ -312,6 +316,9 @@ class RowGuard:
         chosen = chosen_num_rows(found, told)
         alike = self._of_rows_alike(subject, given, chosen, is_scaled_down, dims)
         both = with_regions_of(found[chosen], alike)
+        # Positions of a text may run where rows that are made up do not: they are mostly coupled.
+        if errors and both.regions and not is_first_dim(chosen, told):
+            raise errors[0]
         return replace(both, fails=True) if errors and both.regions and not dims else both
 
     def _of_rows_alike(
@@ -326,11 +333,9 @@ class RowGuard:
 
         A loss without a single target that counts, for example, may be computed otherwise.
         """
-        last = largest_table(subject) - 1
-        kinds = map(Extremes, (_twice, lambda value: value.clamp(min=last), lambda value: value))
         batches = (
             (NUM_ROWS, some_rows(given, num_rows, uneven=False, alike=kind, dims=dims))
-            for kind in kinds
+            for kind in extremes_of(subject)
         )
         try:
             return self._coupling_of(subject, batches, is_scaled_down)
@@ -387,14 +392,3 @@ class RowGuard:
         for parameter in subject.parameters():
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         return subject, False
-
-
-def _twice(value: Tensor) -> Tensor:
-    return 2 * value.clamp(min=0) + 2
-
-
-def _holds_rows(leaf: object) -> bool:
-    """Whether an argument, not a tensor itself, holds some: they cannot be made fewer rows."""
-    if isinstance(leaf, Tensor | Mapping):
-        return False  # a mapping is opened
-    return any(x.numel() for x in tensors_within(leaf))

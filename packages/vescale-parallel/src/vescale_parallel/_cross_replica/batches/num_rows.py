@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
+from typing import Any
 
+from torch import Tensor, nn
+
+from vescale_parallel._cross_replica.batches.small_batches import some_rows, within
 from vescale_parallel._cross_replica.borders import RowCoupling, unclear_rows
-from vescale_parallel._cross_replica.check import Given, UnclearRowsError
-from vescale_parallel._cross_replica.parts import NUM_ROWS
-from vescale_parallel._cross_replica.row_counts import shapes_with_rows
-from vescale_parallel._cross_replica.runs import NotFewerRowsError
+from vescale_parallel._cross_replica.check import CannotRunError, Given, UnclearRowsError
+from vescale_parallel._cross_replica.parts import NUM_PARTS, NUM_ROWS
+from vescale_parallel._cross_replica.row_counts import RowDims, shapes_with_rows
+from vescale_parallel._cross_replica.runs import Call, NotFewerRowsError, run_module, seeded
 from vescale_parallel._model.inputs import usual_num_rows
+from vescale_parallel._torch_private import pytree
 
 _MOST_IN_GROUPS = 64
+
+
+def is_first_dim(num_rows: int, given: Given) -> bool:
+    """Whether a tensor of a call has as many rows as its first dim, as most have."""
+    return any(shape[0] == num_rows for shape in shapes_with_rows(*given))
 
 
 def row_counts_to_try(num_rows: int, *, in_groups: bool) -> list[int]:
@@ -44,3 +55,27 @@ def chosen_num_rows(found: Mapping[int, RowCoupling], given: Given) -> int:
         error = NotFewerRowsError if found[first].fails else UnclearRowsError
         raise error(unclear_rows(found[first], first, found[last], last))
     return last
+
+
+def check_more_rows(
+    subject: nn.Module, given: Given, num_rows: int, dims: RowDims, *, is_scaled_down: bool
+) -> None:
+    """Raise if a model that does not run on half of a call's rows does not on twice as many.
+
+    Where a tensor has several images for each row, or all edges of all rows, neither does run,
+    which tells nothing of rows: whoever calls the model has as many of both. And nobody could
+    compute over the rows of all ranks.
+
+    Raises:
+        CannotRunError: If it does not.
+    """
+    count = 2 * num_rows
+    some = some_rows(given, num_rows, uneven=False, dims=dims, num_few=count, repeats=True)
+    twice: Any = some[0]
+    if is_scaled_down:
+        twice = pytree.tree_map_only(Tensor, within(subject), twice)
+    with warnings.catch_warnings(), seeded():
+        warnings.simplefilter("ignore")
+        error = run_module(subject, "", Call(*twice), [], NUM_PARTS).error
+    if error is not None:
+        raise CannotRunError(f"the model: {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from vescale_parallel._cross_replica.row_counts import (
     row_dim,
     shapes_with_rows,
 )
+from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.inputs import (
     children_of,
     common_length,
@@ -60,6 +61,13 @@ def largest_table(model: nn.Module) -> int:
     return max(tables, default=0)
 
 
+def holds_rows(leaf: object) -> bool:
+    """Whether an argument, not a tensor itself, holds some: they cannot be made fewer rows."""
+    if isinstance(leaf, Tensor | Mapping):
+        return False  # a mapping is opened
+    return any(x.numel() for x in tensors_within(leaf))
+
+
 @dataclass(frozen=True)
 class Extremes:
     """Integers that no row of a half shares with the other one.
@@ -87,6 +95,16 @@ class Extremes:
         rows[half:] = largest
 
 
+def extremes_of(model: nn.Module) -> Iterable[Extremes]:
+    """Return the kinds to try of integers that a model may look up."""
+    last = largest_table(model) - 1
+    return map(Extremes, (_twice, lambda value: value.clamp(min=last), lambda value: value))
+
+
+def _twice(value: Tensor) -> Tensor:
+    return 2 * value.clamp(min=0) + 2
+
+
 def some_rows(
     given: Given,
     num_rows: int,
@@ -95,13 +113,15 @@ def some_rows(
     alike: Extremes | None = None,
     dims: RowDims = (),
     num_few: int = NUM_ROWS,
+    repeats: bool = False,
 ) -> list[Given]:
     """Return small batches: one of ``num_few`` rows, and both halves of it.
 
     ``uneven`` has masks keep another number of positions of every row: whoever counts them must
     not be taken for somebody who does not. ``alike`` has all integers of the first half of the
     rows be alike, and those of the second. ``dims`` says where the rows are in leaves where shapes
-    would mislead; see [Note: tensors as long as the batch].
+    would mislead; see [Note: tensors as long as the batch]. Where there are fewer rows than that
+    they are made different, or are the same ones again, if it ``repeats``.
 
     Raises:
         ValueError: If there are no rows.
@@ -118,7 +138,10 @@ def some_rows(
     leaves = pytree.tree_leaves(given)
     told = {id(leaves[index]): dim for index, dim in dims}
     counts = num_rows, num_few
-    return [_some_rows(given, counts, rows, told, uneven=uneven, alike=alike) for rows in kept]
+    return [
+        _some_rows(given, counts, rows, told, uneven=uneven, alike=alike, repeats=repeats)
+        for rows in kept
+    ]
 
 
 def _some_rows(
@@ -129,6 +152,7 @@ def _some_rows(
     *,
     uneven: bool,
     alike: Extremes | None,
+    repeats: bool,
 ) -> Given:
     generator, (num_rows, num_few) = torch.Generator().manual_seed(0), counts
     # What has no rows may have to fit the length of what has.
@@ -141,7 +165,8 @@ def _some_rows(
             real = in_double(value)
             if dim is None or dim == OF_ONE_ROW or is_shared_by_rows(value.shape, shapes):
                 return real
-            grown = _grown(real.movedim(dim, 0), num_few, generator, length, uneven=uneven)
+            new = None if repeats else generator
+            grown = _grown(real.movedim(dim, 0), num_few, new, length, uneven=uneven)
             if alike is not None:
                 alike.fill(grown)
             return grown[rows].movedim(0, dim).contiguous()
@@ -162,17 +187,22 @@ def _plain_tree(tree: Any) -> Any:
 
 
 def _grown(
-    x: Tensor, num_few: int, generator: torch.Generator, length: int | None, *, uneven: bool
+    x: Tensor,
+    num_few: int,
+    generator: torch.Generator | None,
+    length: int | None,
+    *,
+    uneven: bool,
 ) -> Tensor:
     """Return ``num_few`` rows, of all of them: the first ones may be of one kind.
 
-    Where there were fewer they are made different.
+    Where there were fewer they are made different, with a generator.
     """
     if length is not None and x.dim() == 2:
         x = x[:, :length]
     every = max(len(x) // num_few, 1)
     rows = [x[i * every % len(x)] for i in range(num_few)]
-    for i in range(len(x), num_few):
+    for i in range(len(x), num_few if generator is not None else 0):
         if x.is_floating_point() and not _is_mask(x):
             noise = torch.rand(rows[i].shape, generator=generator, dtype=x.dtype)
             rows[i] = rows[i] * (1 + 0.1 * noise)

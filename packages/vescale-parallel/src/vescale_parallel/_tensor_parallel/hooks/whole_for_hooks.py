@@ -20,7 +20,11 @@ from torch import nn
 from vescale_parallel._model.copies import is_of_user
 from vescale_parallel._model.structures import flattened
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._torch_private import left_out
+from vescale_parallel._torch_private import (
+    global_forward_hooks,
+    global_forward_pre_hooks,
+    left_out,
+)
 
 from .agreed import AgreedHooks
 from .axis import Axis, Conversion, Slot, Unknown
@@ -62,7 +66,18 @@ class WholeForHooks:
             agreed.agree([f"{_told(hook)} of {fqn!r}" for fqn, *_, hook in sending])
         for each in hooked:
             self._wrap(*each)
+        self._tell_of_global_hooks()
         yield
+
+    def _tell_of_global_hooks(self) -> None:
+        for hook in (*global_forward_hooks.values(), *global_forward_pre_hooks.values()):
+            if is_of_user(hook) and _told(hook) not in self._told:
+                self._told.add(_told(hook))
+                warn_at_user_line(
+                    f"{_told(hook)}, a hook of all modules, sees what this rank has of "
+                    "activations: the hooks of a module (module.register_forward_hook) are given "
+                    "whole ones"
+                )
 
     def _wrap(self, fqn: str, module: nn.Module, kind: str, key: int, hook: Hook) -> None:
         hooks = vars(module)[kind]
