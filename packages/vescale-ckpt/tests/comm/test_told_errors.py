@@ -96,7 +96,7 @@ ENTRIES = (
     "save", "load", "load_safetensors", "write_checkpoint", "AsyncSaver.__init__",
     "HostStaging.__init__", "_Outcome.__init__",
     "AsyncSaver.save", "AsyncSaver.save.<locals>.work", "AsyncSaver.wait",
-    "AsyncSaver.__exit__",
+    "AsyncSaver.__exit__", "_Running._run", "_Running.wait",
     "Handle.close", "Handles.close", "CheckpointReader.close",
     "CheckpointReader.__exit__", "keep_buffer",
 )  # fmt: skip
