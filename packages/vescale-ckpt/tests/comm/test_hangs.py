@@ -261,20 +261,31 @@ class Interrupted:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-def save_once_more(path: str, interruption: type[BaseException] | None) -> tuple[str, int]:
+def save_once_more(
+    path: str, interruption: type[BaseException] | None, aside: bool
+) -> tuple[str, int]:
     timeout = timedelta(seconds=1 if interruption is None else 20)
-    state = {"object": Interrupted(interruption, threading.Event())}
+    saver = vescale_ckpt.AsyncSaver(timeout=timeout) if aside else None
+
+    def save(state: dict[str, Any]) -> None:
+        if saver is None:
+            vescale_ckpt.save(path, state, timeout=timeout)
+        else:
+            saver.save(path, state)
+            saver.wait()
+
     with pytest.raises((CheckpointError, interruption or CheckpointError)) as raised:
-        vescale_ckpt.save(path, state, timeout=timeout)
+        save({"object": Interrupted(interruption, threading.Event())})
     dist.barrier()
-    vescale_ckpt.save(path, {"x": 2}, timeout=timeout)
+    save({"x": 2})
     return type(raised.value).__name__, vescale_ckpt.load(path, {"x": 0}, timeout=timeout)["x"]
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit, None])
+@pytest.mark.parametrize("aside", [False, True], ids=["save", "save_aside"])
 def test_ranks_save_again_after_one_was_interrupted_or_late(
-    world2: World, tmp_path: Path, interruption: type[BaseException] | None
+    world2: World, tmp_path: Path, interruption: type[BaseException] | None, aside: bool
 ) -> None:
-    answers = world2.run(save_once_more, str(tmp_path / "ckpt"), interruption)
+    answers = world2.run(save_once_more, str(tmp_path / "ckpt"), interruption, aside)
     name = "CheckpointError" if interruption is None else interruption.__name__
     assert answers == [("CheckpointError", 2), (name, 2)]

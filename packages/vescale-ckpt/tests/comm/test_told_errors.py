@@ -96,7 +96,7 @@ ENTRIES = (
     "save", "load", "load_safetensors", "write_checkpoint", "AsyncSaver.__init__",
     "HostStaging.__init__", "_Outcome.__init__",
     "AsyncSaver.save", "AsyncSaver.save.<locals>.work", "AsyncSaver.wait",
-    "AsyncSaver.__exit__",
+    "AsyncSaver.__exit__", "_Running._run", "_Running.wait",
     "Handle.close", "Handles.close", "CheckpointReader.close",
     "CheckpointReader.__exit__", "keep_buffer",
 )  # fmt: skip
@@ -230,6 +230,31 @@ def test_a_wrong_argument_on_one_rank_is_told_to_all(
         assert "expected state to be a dict" in message
         assert "got Linear" in message
         assert "on rank 1" in message
+        assert seconds < PROMPTLY_SECONDS
+
+
+def wrong_patterns_on_one_rank(number: int, path: str) -> tuple[str, float]:
+    only: Any = "w" if dist.get_rank() == 1 else ["w"]
+    module = torch.nn.Module()
+    module.register_buffer("w", torch.zeros(3))
+    calls: list[Callable[[], object]] = [
+        lambda: vescale_ckpt.load(path, {"w": torch.zeros(3)}, only=only, timeout=TIMEOUT),
+        lambda: vescale_ckpt.load_safetensors(f"{path}/tensors.safetensors", module, only=only),
+    ]
+    start = time.monotonic()
+    with pytest.raises(CheckpointError) as raised:
+        calls[number]()
+    return str(raised.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("number", range(2), ids=["load", "load_safetensors"])
+def test_patterns_that_are_none_on_one_rank_are_told_to_all(
+    world2: World, tmp_path: Path, number: int
+) -> None:
+    path = str(tmp_path / "step-1")
+    vescale_ckpt.save(path, {"w": torch.ones(3)})
+    for message, seconds in world2.run(wrong_patterns_on_one_rank, number, path):
+        assert "expected a list of patterns as only, got the string 'w' (on rank 1)" in message
         assert seconds < PROMPTLY_SECONDS
 
 

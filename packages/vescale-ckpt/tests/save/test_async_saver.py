@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 import vescale_ckpt
 from vescale_ckpt import AsyncSaver, CheckpointError
 from vescale_ckpt._io import file_writer
+from vescale_ckpt._save import async_saver
 from vescale_ckpt._save.async_saver import in_pieces
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
@@ -162,6 +163,77 @@ def test_an_interrupted_wait_is_no_end_of_the_save(
         target = torch.zeros(3 << 20)
         vescale_ckpt.load(tmp_path / f"step-{step}", {"w": target})
         assert bool((target == step).all())
+
+
+class Unstartable(threading.Thread):
+    """A thread of a save that is neither made nor refused, but fails otherwise on rank 1."""
+
+    def start(self) -> None:
+        if self.name == "vescale-ckpt-save" and dist.get_rank() == 1:
+            raise MemoryError("no memory for a stack")
+        super().start()
+
+
+def save_where_a_thread_fails(path: str) -> str:
+    saver = AsyncSaver(timeout=timedelta(seconds=30))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "Thread", Unstartable)
+        saver.save(path, {"x": 1})
+        with pytest.raises(CheckpointError) as raised:
+            saver.wait()
+    with saver:
+        saver.save(path, {"x": 2})
+    return str(raised.value)
+
+
+def test_what_keeps_the_thread_of_one_rank_from_starting_is_told_to_all(
+    world2: World, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "ckpt")
+    for message in world2.run(save_where_a_thread_fails, path):
+        assert "failed: MemoryError: no memory for a stack (on rank 1)" in message
+    assert vescale_ckpt.load(path, {"x": 0}) == {"x": 2}
+
+
+class Lazy(threading.Thread):
+    """A thread whose start is interrupted before there is one."""
+
+    def start(self) -> None: ...
+
+
+def test_a_save_that_never_begins_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_saver, "_START_SECONDS", 0.01)
+    saver = AsyncSaver()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "Thread", Lazy)
+        saver.save(tmp_path / "ckpt", {"x": 1})
+        with pytest.raises(CheckpointError, match="never began, nothing was saved"):
+            saver.wait()
+    with saver:
+        saver.save(tmp_path / "ckpt", {"x": 2})
+    assert vescale_ckpt.load(tmp_path / "ckpt", {"x": 0}) == {"x": 2}
+
+
+class InterruptedAsItRuns(threading.Thread):
+    """A thread that has begun when a handler of signals raises an error in its start."""
+
+    def start(self) -> None:
+        super().start()
+        if self.name == "vescale-ckpt-save":
+            raise RuntimeError("time is up")
+
+
+def test_a_thread_that_runs_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(async_saver, "write_checkpoint", lambda *_, **__: calls.append(_))
+    monkeypatch.setattr(threading, "Thread", InterruptedAsItRuns)
+    with AsyncSaver() as saver:
+        saver.save(tmp_path / "ckpt", {"x": 1})
+    assert len(calls) == 1
 
 
 def test_pieces_of_pinned_memory_waste_little() -> None:

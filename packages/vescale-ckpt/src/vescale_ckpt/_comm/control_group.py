@@ -163,7 +163,7 @@ class ControlGroup:
             told = self.arrivals.told(_patience(self.timeout))
             if told is None:
                 lost = _lost_contact(self, name, error)
-                self._close()
+                self.close()
                 raise lost from error
             self.arrivals.has_given_up = True
             raise self._closed(*json.loads(told)) from error
@@ -223,16 +223,17 @@ class ControlGroup:
             self.arrivals.tell(told, _patience(self.timeout))
             raise self._closed(self.rank, kind, text) from error
         except BaseException:
-            self._close()
+            self.close()
             raise
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Close the connections: no other rank waits for this one any more."""
         if self.group is not None:
             self.group.close()
 
     def _closed(self, rank: int, kind: str, text: str) -> CheckpointError:
         """Close the connections and return the error of a rank."""
-        self._close()
+        self.close()
         return self.common(_combined({rank: (kind, text)}, self))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from vescale_ckpt._load.fill import fill
 from vescale_ckpt._load.match import Matched, match
 from vescale_ckpt._load.read_items import read_items_of
 from vescale_ckpt._load.shared_memory import apart, settle
+from vescale_ckpt._state.arguments import checked
 from vescale_ckpt._state.key_filter import key_filter_of, renamed
 from vescale_ckpt._state.local_shards import local_shard_of
 from vescale_ckpt._store.reader import CheckpointReader
@@ -62,16 +64,15 @@ def load_safetensors(
             below a name that matches counts, too. The rest stays as it is.
 
     Raises:
-        CheckpointError: If ``model`` is no module.
+        CheckpointError: If ``model`` is no module, or ``only`` no list of regular expressions.
         CorruptCheckpointError: If the files are incomplete or make no sense.
         MismatchError: If names or shapes do not fit.
-        ValueError: If ``only`` is no list of regular expressions.
     """
-    key_filter = key_filter_of(only, None)
     ranks = current_control_group()
     with ExitStack() as opened, ranks.together(), torch.no_grad():
         with AllOrNone(ranks) as step:
             _check_module(model)
+            key_filter = checked(partial(key_filter_of, only, None))
             files = open_safetensors(absolute_path(path), rename or dict[str, str]())
             reader = opened.enter_context(files)
             step.message = this_host()

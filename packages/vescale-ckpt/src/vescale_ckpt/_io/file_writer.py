@@ -72,10 +72,10 @@ class Buffers(AbstractContextManager["Buffers"]):
         """Take a buffer back after a thread has called ``write``, unless one has failed before."""
         if self._is_stopped:
             raise RuntimeError("the threads that write have been stopped")
-        if self._threads:
-            self._full.put((buffer, write))
-        else:
-            self._empty_one(buffer, write)
+        self._full.put((buffer, write))
+        if not self._threads:
+            self._full.put(None)
+            self._empty_them()
 
     def wait(self) -> None:
         """Wait until everything is written and all buffers are back; raise what went wrong."""
@@ -101,15 +101,13 @@ class Buffers(AbstractContextManager["Buffers"]):
 
     def _empty_them(self) -> None:
         while (full := self._full.get()) is not None:
-            self._empty_one(*full)
-
-    def _empty_one(self, buffer: Bytes, write: Callable[[], None]) -> None:
-        try:
-            if not self._failures:
-                write()
-        except BaseException as error:
-            self._failures.append(error)
-        self._empty.put(buffer)
+            buffer, write = full
+            try:
+                if not self._failures:
+                    write()
+            except BaseException as error:
+                self._failures.append(error)
+            self._empty.put(buffer)
 
     def __exit__(self, *problem: object) -> None:
         self.stop()

@@ -104,10 +104,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         self.wait()
         if self._ranks.is_closed:
             self._ranks = separate_control_group(self._timeout)
-        try:
-            taken = self._staging.copy(snapshot(state, self._ranks))
-        except Exception as error:
-            failure = failure or error
+        outcome, ranks = self._outcome, self._ranks
+        outcome.written_nbytes = 0
 
         def choose() -> Destination:
             if failure is not None or destination is None:
@@ -118,20 +116,32 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             assert taken is not None
             return taken
 
-        outcome, ranks = self._outcome, self._ranks
-        outcome.written_nbytes = 0
-
         def work() -> None:
             try:
                 write_checkpoint(choose, take, ranks, progress=outcome.add_written)
             except BaseException as error:
                 outcome.error = error
 
-        if ranks.communicates_on_one_thread:
+        try:
+            try:
+                taken = self._staging.copy(snapshot(state, ranks))
+            except Exception as error:
+                failure = failure or error
+            if ranks.communicates_on_one_thread:
+                work()
+            else:
+                self._running = _Running(work)
+                self._running.start()
+        except BaseException as error:
+            if self._running is not None and not self._running.call_off():
+                raise  # what was interrupted is the start of a thread that writes
+            self._running = None
+            # The other ranks must not wait for this one in vain.
+            if not isinstance(error, Exception):
+                ranks.close()
+                raise
+            failure = failure or error
             work()
-            return
-        self._running = _Running(work)
-        self._running.start()
 
     def wait(self) -> None:
         """Return when the last save is committed.
@@ -140,8 +150,14 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             CheckpointError: If it failed, on any rank.
         """
         if self._running is not None:
-            self._running.wait()
+            is_done = self._running.wait()
             self._running = None
+            if not is_done:
+                self._ranks.close()
+                raise CheckpointError(
+                    "the save in the background never began, nothing was saved: the start of its "
+                    "thread was interrupted"
+                )
         error, self._outcome.error = self._outcome.error, None
         if isinstance(error, CheckpointError):
             raise type(error)(f"the save in the background failed: {error}") from error
@@ -182,17 +198,23 @@ class _Running:
         """Whether the work is being done."""
         return self._begun.is_set() and not self._ended.is_set()
 
-    def wait(self) -> None:
-        """Return when the work is done, or will never begin."""
-        if not self._begun.wait(_START_SECONDS):
-            with self._lock:
-                self._is_called_off = not self._begun.is_set()
-        if not self._is_called_off:
-            self._ended.wait()
+    def wait(self) -> bool:
+        """Return True when the work is done, or False if it will never begin."""
+        if not self._begun.wait(_START_SECONDS) and self.call_off():
+            return False
+        self._ended.wait()
+        return True
+
+    def call_off(self) -> bool:
+        """Keep the work from beginning, and return whether it had not begun."""
+        with self._lock:
+            self._is_called_off = not self._begun.is_set()
+            return self._is_called_off
 
     def _run(self) -> None:
         with self._lock:
-            if self._is_called_off:
+            # A handler of signals may raise what start takes for the lack of a thread.
+            if self._is_called_off or self._begun.is_set():
                 return
             self._begun.set()
         try:
