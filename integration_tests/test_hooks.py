@@ -35,6 +35,10 @@ IN_REGIONS = {
 }  # fmt: skip
 
 
+# They read what enters a region, or do so themselves.
+READ_BY_COLUMNS = ("mlp.0", "q_proj", "qkv", "attention")
+
+
 def first_tensor(values: Any) -> Tensor:
     return next(x for x in pytree.tree_leaves(values) if isinstance(x, Tensor))
 
@@ -119,13 +123,21 @@ def writing(run: Run) -> None:
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         first_tensor((args, kwargs))[:, 0] += 1
 
-    for at, module in enumerate(hooked(run, model).values()):
-        if at % 2:
-            module.register_forward_hook(behind)
-        else:
+    handles: list[Any] = []
+    for fqn, module in hooked(run, model).items():
+        if fqn.endswith(READ_BY_COLUMNS):
+            handle = module.register_forward_pre_hook(before, with_kwargs=True)
+            handles.append(handle)
+        elif fqn.endswith(("0", "act_fn", "down_proj")):
             module.register_forward_pre_hook(before, with_kwargs=True)
+        else:
+            module.register_forward_hook(behind)
     with torch.no_grad():
         run.note(loss_of(model, call))
+    for handle in handles:  # where torch refuses writes of a program that is trained
+        handle.remove()
+    loss_of(model, call).backward()
+    run.note_gradients(model)
 
 
 def replacing_arguments(run: Run) -> None:

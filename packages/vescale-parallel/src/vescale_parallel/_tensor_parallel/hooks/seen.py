@@ -36,6 +36,7 @@ class Seen:
         self._parts, self._conversions, self._who = leaves, conversions, who
         self._whole = [*map(_to_whole, leaves, conversions)]
         self._before = [_state(x) for x in self._whole]
+        self._num_hooks = [_num_hooks(x) for x in self._whole]
         self.tree = pytree.tree_unflatten(list(self._whole), spec)
 
     @property
@@ -67,7 +68,7 @@ class Seen:
         for at, whole in enumerate(self._whole):
             if not self._conversions[at]:
                 continue
-            if _is_hooked(whole):
+            if self._is_hooked(at):
                 raise ValueError(
                     f"{self._who} has put a hook on what the module is given, or has its "
                     "gradient kept, and several ranks have that together; do so with what is "
@@ -97,7 +98,11 @@ class Seen:
     def _is_touched(self, at: int) -> bool:
         x = self._whole[at]
         is_converted = bool(self._conversions[at])
-        return is_converted and (_state(x) != self._before[at] or _is_hooked(x))
+        return is_converted and (_state(x) != self._before[at] or self._is_hooked(at))
+
+    def _is_hooked(self, at: int) -> bool:
+        x = self._whole[at]
+        return isinstance(x, Tensor) and (x.retains_grad or _num_hooks(x) > self._num_hooks[at])
 
 
 def _to_whole(x: Any, conversions: Sequence[Conversion]) -> Any:
@@ -113,5 +118,5 @@ def _state(x: Any) -> object:
     return object() if x.is_inference() else (x._version, x.requires_grad)
 
 
-def _is_hooked(x: Tensor) -> bool:
-    return bool(x._backward_hooks) or x.retains_grad
+def _num_hooks(x: Any) -> int:
+    return len(x._backward_hooks or ()) if isinstance(x, Tensor) else 0

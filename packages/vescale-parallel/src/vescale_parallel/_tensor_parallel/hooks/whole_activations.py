@@ -22,6 +22,7 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._tensor_parallel.chunks import lengths_within, part_sizes, parts_of
 from vescale_parallel._tensor_parallel.communicators import Ranks
 from vescale_parallel._tensor_parallel.conversions import convert
+from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import plain_gradient
 
 from .axis import Conversion, Slot, Unknown, is_plain
 
@@ -138,7 +139,7 @@ class _OverRanks:
     ranks: Ranks
 
     def to_whole(self, x: Tensor) -> Tensor:
-        return to_whole(x, self.layout, self.ranks)
+        return _with_plain_gradient(to_whole(x, self.layout, self.ranks))
 
     def from_whole(self, whole: Tensor) -> Tensor:
         return from_whole(whole, self.layout, self.ranks)
@@ -184,7 +185,17 @@ class OverTensorParallel:
             return None
         if layout is None:
             return Unknown()
-        return None if layout.is_whole else _OverRanks(layout, self._ranks)
+        if not layout.is_whole:
+            return _OverRanks(layout, self._ranks)
+        _with_plain_gradient(x)
+        return None
+
+
+def _with_plain_gradient(x: Tensor) -> Tensor:
+    """Let a hook add what it keeps of a tensor to a loss of logits that are sharded."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        x.register_hook(plain_gradient)
+    return x
 
 
 def _whole_length(x: Tensor, dim: int, ranks: Ranks) -> int:
