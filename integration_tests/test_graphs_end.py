@@ -62,7 +62,7 @@ ALWAYS = [*(("tp", how) for how in HOW), ("tp-sequence", "own"), ("zero3", "full
 OTHERS = [(plan, how) for plan in PLANS for how in HOW if (plan, how) not in ALWAYS]
 
 
-@pytest.mark.by_day("zero3-full")
+@pytest.mark.by_day("zero3-full", "tp-sequence-none")
 @pytest.mark.parametrize(
     ("plan", "how"),
     [*ALWAYS, *OTHERS],

@@ -238,7 +238,7 @@ def _change(
     leave_in_blocks(model, run_here)
     guards = proofs, sequence
     hooks = planned_hooks(model, mesh, boundary, guards, sliced, context)
-    parts = (parameters, (*guards, hooks), rows, rng, lift, stages, staging, draws, context)
+    parts = (parameters, (*guards, *hooks), rows, rng, lift, stages, staging, draws, context)
     engine = planned_engine(plan, model, mesh, *parts)
     engine.completed = engine.completed if sequence is None else sequence.completed
     if plan.data_parallel.size > 1 or stages is not None or sliced is not None:

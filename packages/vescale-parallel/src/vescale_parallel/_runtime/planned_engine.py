@@ -29,10 +29,8 @@ from vescale_parallel._rng.stage_draws import StageDraws
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.hooks.agreed import AgreedHooks
 from vescale_parallel._tensor_parallel.hooks.axis import Axis
-from vescale_parallel._tensor_parallel.hooks.whole_activations import (
-    FindsLayouts,
-    OverTensorParallel,
-)
+from vescale_parallel._tensor_parallel.hooks.kept import FindsParts, KeptByForward
+from vescale_parallel._tensor_parallel.hooks.whole_activations import OverTensorParallel
 from vescale_parallel._tensor_parallel.hooks.whole_for_hooks import WholeForHooks
 from vescale_parallel._tensor_parallel.vocabulary.distributed_logits import DistributedLogits
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
@@ -113,11 +111,11 @@ def planned_hooks(
     model: nn.Module,
     mesh: DeviceMesh,
     boundary: Boundary | None,
-    guards: tuple[FindsLayouts | None, FindsSlices | None],
+    guards: tuple[FindsParts | None, FindsSlices | None],
     sliced: SlicedBlocks | None,
     context: dist.ProcessGroup | None,
-) -> WholeForHooks | None:
-    """Return what gives hooks whole activations. Every rank must call this.
+) -> list[ProvesCalls]:
+    """Return what gives hooks and programs whole activations. Every rank must call this.
 
     Args:
         model: The model, changed as a plan says.
@@ -128,10 +126,12 @@ def planned_hooks(
         context: The ranks that share a sequence.
     """
     axes: list[tuple[Axis, AgreedHooks]] = []
+    found: list[ProvesCalls] = []
     group, (layouts, slices) = axis_group(mesh, "tp"), guards
     if group is not None and boundary is not None and layouts is not None:
         axes.append((OverTensorParallel(boundary.ranks, layouts), AgreedHooks(group)))
+        found.append(KeptByForward(model, mesh["tp"], boundary.ranks, layouts))
     if context is not None and sliced is not None and slices is not None:
         ranks = ContextProcesses(context)
         axes.append((OverSequence(ranks, slices, sliced), AgreedHooks(context)))
-    return WholeForHooks(model, axes) if axes else None
+    return [*found, WholeForHooks(model, axes)] if axes else found

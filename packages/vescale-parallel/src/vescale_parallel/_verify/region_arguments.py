@@ -13,6 +13,7 @@ of what modules of its region are called with.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -74,12 +75,15 @@ class ArgumentsOfCalls:
                     call = fqn, name, calls
                     if self._keeps_values:
                         self.values[call] = value
-                    value.register_hook(lambda grad, call=call: self._keep(call, grad))
+                    # Of nothing else: a hook of a tensor that is kept here, which the garbage
+                    # collector does not see, would keep it for ever.
+                    value.register_hook(functools.partial(_keep, self.grads, call))
 
         module.register_forward_pre_hook(before, with_kwargs=True)
 
-    def _keep(self, call: Call, grad: Tensor) -> None:
-        self.grads[call] = grad.detach()
+
+def _keep(grads: dict[Call, Tensor], call: Call, grad: Tensor) -> None:
+    grads[call] = grad.detach()
 
 
 @dataclass(frozen=True)

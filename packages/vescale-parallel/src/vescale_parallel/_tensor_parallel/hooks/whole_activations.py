@@ -56,6 +56,8 @@ class Layout:
 
 # Of every leaf that is a tensor, by module and slot; None if it is not known.
 Layouts = Mapping[tuple[str, Slot], tuple[Layout | None, ...]]
+# Of tensors in attributes, by module and name; None if unknown, or in a container.
+KeptLayouts = Mapping[tuple[str, str], Layout | None]
 
 
 class _OnFirst(torch.autograd.Function):

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
@@ -18,20 +18,33 @@ from vescale_parallel._model.blocks import numel_of
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.experts_implementation import experts_without_values
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._tensor_parallel.hooks.whole_activations import Layouts
+from vescale_parallel._tensor_parallel.hooks.whole_activations import KeptLayouts, Layouts
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._verify.dry_runs import DryRuns, dry_runs_of_few
 from vescale_parallel._verify.equivalence import MAX_NUMEL, NOT_REACHED, Contradiction, check_plan
 from vescale_parallel._verify.plan_of_scaled_down import plan_of_scaled_down
+from vescale_parallel._verify.region import Region
 from vescale_parallel._verify.scaled_down_model import is_large, scaled_down
 from vescale_parallel._verify.threads import in_fresh_thread
 from vescale_parallel._verify.whole_model import whole_region
 
 from .call_signature import CallForms
 from .flags import ChangedFlags, Flags
+from .kept_by_forward import kept_layouts
 from .seen_by_hooks import layouts_of
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Finds(Protocol[T_co]):
+    """Finds something by running a model, made by a function, whole and sharded."""
+
+    def __call__(
+        self, make: Callable[[], Region], sharding: TensorSharding, *, real: TensorSharding
+    ) -> T_co: ...
 
 
 class CallGuard:
@@ -53,7 +66,7 @@ class CallGuard:
         self._sharding_plan, self._sharding = dict(sharding_plan), sharding
         self._whole, self._class = copied_without_values(model), type(model).__name__
         is_cut = bool(sharding.spec.parameters or sharding.spec.shared)
-        self._layouts: dict[object, Layouts] = {}
+        self._runs: dict[object, Any] = {}
         self._needs_proof = is_cut and self._whole is not None
 
     @contextlib.contextmanager
@@ -120,29 +133,53 @@ class CallGuard:
             fqns: The modules.
             backward: Those with backward hooks.
         """
-        if self._whole is None:
-            return {}
-        of_call = self._forms.form(args, kwargs), self._flags.of(model)
-        key = (*of_call, model.training, frozenset(fqns), frozenset(backward))
-        if key not in self._layouts:
+        what = "hooks", frozenset(fqns), frozenset(backward)
+        find: _Finds[Layouts] = functools.partial(layouts_of, fqns=fqns, backward=backward)
+        return self._found(what, model, args, kwargs, find) or {}
+
+    def kept(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> KeptLayouts | None:
+        """Return how what forward keeps in attributes lies over ranks, of what is not whole.
+
+        None if it could not be found.
+
+        Args:
+            model: As it is now.
+            args: Of the call.
+            kwargs: Of the call.
+        """
+        return self._found("kept", model, args, kwargs, kept_layouts)
+
+    def _found(
+        self,
+        what: object,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        find: _Finds[T],
+    ) -> T | None:
+        """Return what is found once by running a call of this form; None if it cannot be run."""
+        whole = self._whole
+        if whole is None:
+            return None
+        key = what, self._forms.form(args, kwargs), self._flags.of(model), model.training
+        if key not in self._runs:
             batch = self._on_cpu(args, kwargs)
 
-            def find() -> Layouts:
+            def run() -> T | None:
                 subject, sharding = self._subject(model)
                 if numel_of(subject) > MAX_NUMEL:
-                    return {}
-                batch_of_few = dry_runs_of_few(subject, batch).batch
-                training = model.training
-                make = functools.partial(
-                    whole_region, subject, batch_of_few, {}, training=training
-                )
-                return layouts_of(make, sharding, fqns, backward, self._sharding)
+                    return None
+                few = dry_runs_of_few(subject, batch).batch
+                region = functools.partial(whole_region, subject, few, {}, training=model.training)
+                return find(region, sharding, real=self._sharding)
 
             try:
-                self._layouts[key] = in_fresh_thread(find, of=self._whole)
+                self._runs[key] = in_fresh_thread(run, of=whole)
             except (Contradiction, DryRunError):
-                self._layouts[key] = {}  # what hooks see is said to be a part
-        return self._layouts[key]
+                self._runs[key] = None
+        return self._runs[key]
 
     def _on_cpu(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         batch = self._forms.batch(args, kwargs)

@@ -30,6 +30,7 @@ from .seen_activations import SeenActivations, judged, like_blocks
 def layouts_of(
     make: Callable[[], Region],
     sharding: TensorSharding,
+    *,
     fqns: Iterable[str],
     backward: Iterable[str],
     real: TensorSharding,
@@ -53,17 +54,17 @@ def layouts_of(
         names = [fqn for fqn, _ in region.module.named_modules()]
         return SeenActivations(like_blocks(asked, names), like_blocks(asked_backward, names))
 
-    packed = _packed(sharding, real)
+    packed = packed_parts(sharding, real)
 
     def judge(
         whole: Tensor, parts: Sequence[Tensor], grads: Sequence[Tensor | None], slot: Slot
     ) -> Layout | None:
-        return _layout(whole, parts, grads, packed)
+        return layout_of(whole, parts, grads, packed)
 
     return judged(asked, *heard(make, sharding, listener), judge)
 
 
-def _packed(sharding: TensorSharding, real: TensorSharding) -> dict[Parts, Parts]:
+def packed_parts(sharding: TensorSharding, real: TensorSharding) -> dict[Parts, Parts]:
     """Return of what parts dims are made that are sharded each on its own: run, and real."""
     of_real = {generalize(fqn): parts_of(each) for fqn, each in real.placements.items()}
     found = {
@@ -73,7 +74,7 @@ def _packed(sharding: TensorSharding, real: TensorSharding) -> dict[Parts, Parts
     return {run: there for run, there in found.items() if run != 1}
 
 
-def _layout(
+def layout_of(
     whole: Tensor,
     parts: Sequence[Tensor],
     grads: Sequence[Tensor | None],
