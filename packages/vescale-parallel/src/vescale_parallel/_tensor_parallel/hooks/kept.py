@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from vescale_dtensor import DTensor
-from vescale_parallel._model.copies import tensors_in_attributes
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._tensor_parallel.communicators import Ranks
+from vescale_parallel._torch_private import pytree
 
 from .axis import is_plain
 from .whole_activations import FindsLayouts, KeptLayouts, Layout, to_whole
@@ -51,9 +51,9 @@ class KeptByForward:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, ranks: Ranks, finds: FindsKept) -> None:
         self._mesh, self._ranks, self._finds = mesh, ranks, finds
-        self._modules = dict(model.named_modules())
-        self._before = {id(x): x for _, _, x in tensors_in_attributes(model)}
-        self._shown: list[tuple[nn.Module, str, weakref.ref[Tensor]]] = []
+        self._attributes = {fqn: vars(module) for fqn, module in model.named_modules()}
+        self._before = {id(x): x for _, _, x in self._tensors()}
+        self._shown: list[tuple[dict[str, Any], str, weakref.ref[Tensor]]] = []
         self._told: set[tuple[str, str]] = set()
 
     @contextlib.contextmanager
@@ -61,13 +61,13 @@ class KeptByForward:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
         """Run a call inside, which finds what the one before kept."""
-        for module, name, shown in self._shown:
-            held = vars(module).get(name)
+        for attributes, name, shown in self._shown:
+            held = attributes.get(name)
             if held is not None and held is shown():
-                vars(module)[name] = held._vescale_part
+                attributes[name] = held._vescale_part
         self._shown.clear()
         yield
-        kept = [(f, name) for f, name, x in tensors_in_attributes(model) if self._is_new(x)]
+        kept = [(fqn, name) for fqn, name, x in self._tensors() if id(x) not in self._before]
         if not kept:
             return
         layouts = self._finds.kept(model, args, kwargs)
@@ -76,13 +76,22 @@ class KeptByForward:
             if layout is None:
                 self._tell(*place)
             elif not layout.is_whole:
-                self._show(self._modules[place[0]], place[1], layout)
+                self._show(self._attributes[place[0]], place[1], layout)
 
-    def _is_new(self, x: Tensor) -> bool:
-        return is_plain(x) and x.is_floating_point() and id(x) not in self._before
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Yield what attributes hold, as tensors or in containers: a look in every call."""
+        for fqn, attributes in self._attributes.items():
+            for name, value in attributes.items():
+                if isinstance(value, Tensor):
+                    held = [value]
+                elif type(value) in _CONTAINERS and value and name not in _OF_TORCH:
+                    held = pytree.tree_leaves(value)
+                else:
+                    continue
+                yield from ((fqn, name, x) for x in held if is_plain(x) and x.is_floating_point())
 
-    def _show(self, module: nn.Module, name: str, layout: Layout) -> None:
-        part: Tensor = vars(module)[name]
+    def _show(self, attributes: dict[str, Any], name: str, layout: Layout) -> None:
+        part: Tensor = attributes[name]
         shown: Any
         if layout.value == Replicate():
             shown = to_whole(part, layout, self._ranks)
@@ -90,8 +99,8 @@ class KeptByForward:
             shown = DTensor.from_local(part, self._mesh, (layout.value,))
         # With it: a program that drops what is kept lets go of both.
         shown._vescale_part = part
-        vars(module)[name] = shown
-        self._shown.append((module, name, weakref.ref(shown)))
+        attributes[name] = shown
+        self._shown.append((attributes, name, weakref.ref(shown)))
 
     def _tell(self, fqn: str, name: str) -> None:
         if (fqn, name) not in self._told:
@@ -104,3 +113,5 @@ class KeptByForward:
 
 
 _WHOLE = Layout(Replicate(), Replicate())
+_CONTAINERS = {list, dict, tuple}
+_OF_TORCH = frozenset(vars(nn.Module()))

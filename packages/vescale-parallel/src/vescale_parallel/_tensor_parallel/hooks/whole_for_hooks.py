@@ -1,8 +1,8 @@
 """Hooks of users, given whole activations where ranks have parts of them.
 
-See [Note: what hooks see]. Where a module lies over ranks is found once for a form of call, by
-running the model on one device and on all ranks, and only if there are hooks. Those of containers
-outside of regions are given what they were: it is whole, and nothing is sent.
+See [Note: what hooks see]. How activations lie over ranks is found once for a form of call, by
+running the model on one device and on all ranks, and only if there are hooks. Where they are whole
+hooks are given what is there, and nothing is sent.
 
 What a hook does to a whole activation is done to the parts: what it returns, or writes in place,
 goes on in shards. A tensor hook that it puts on what a module returns gets the whole gradient.
