@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -37,26 +37,28 @@ class AgreedHooks:
         self._num_asked = 0
         self._agreed: tuple[str, ...] = ()
 
-    def agree(self, hooks: Sequence[str]) -> None:
-        """Wait until all ranks have the same hooks, if they are others than before.
+    def agree(self, hooks: Sequence[tuple[str, str]]) -> None:
+        """Wait until all ranks have hooks in the same places, if these are others than before.
 
         Args:
-            hooks: A text for each, in an order that is the same on all ranks.
+            hooks: The place of each, in an order that ranks share, and what it is called here:
+                ranks may have functions of their own, of which one prints.
 
         Raises:
             ValueError: If a rank has others, or has not come here.
         """
-        if tuple(hooks) == self._agreed:
+        places = tuple(place for place, _ in hooks)
+        if places == self._agreed:
             return
         self._num_asked += 1
         store: Any = default_store()
-        said = "\n".join(hooks)
+        said = "\n".join(places)
         with named_failures():
             store.set(self._key(dist.get_rank()), said)
             for rank in self._ranks:
                 if (other := self._said_by(store, rank)) != said:
-                    self._refuse(hooks, rank, other)
-        self._agreed = tuple(hooks)
+                    self._refuse(dict(hooks), rank, other)
+        self._agreed = places
 
     def _said_by(self, store: Any, rank: int) -> str | None:
         """Return what a rank has said, None if it has not within half of a timeout."""
@@ -69,16 +71,17 @@ class AgreedHooks:
             pause = min(2 * pause, _LONGEST)
         return str(store.get(self._key(rank)).decode())
 
-    def _refuse(self, hooks: Sequence[str], rank: int, other: str | None) -> None:
-        theirs = set() if other is None else {*other.split("\n")}
-        mine, others = {*hooks} - theirs, theirs - {*hooks} - {""}
-        here, there = dist.get_rank(), rank
-        if not mine:
-            mine, here, there = others, there, here
+    def _refuse(self, hooks: Mapping[str, str], rank: int, other: str | None) -> None:
+        theirs = set() if other is None else {*other.split("\n")} - {""}
+        here, there, more = dist.get_rank(), rank, sorted(hooks.keys() - theirs)
+        if not more:
+            here, there, more = there, here, sorted(theirs - hooks.keys())
+        place = next(iter(more), "another place")
+        name = f" ({hooks[place]})" if place in hooks else ""
         raise ValueError(
-            f"rank {here} has a hook that rank {there} has not: {min(mine, default='none')}. What "
-            "it sees is put together from these ranks, so all of them need it: add it on every "
-            "rank, and have it print or write on one"
+            f"rank {here} has a hook that rank {there} has not, of {place}{name}. What it sees is "
+            "put together from these ranks, so all of them need it: add it on every rank, and "
+            "have it print or write on one"
         )
 
     def _key(self, rank: int) -> str:

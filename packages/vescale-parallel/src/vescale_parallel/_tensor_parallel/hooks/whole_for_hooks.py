@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ class WholeForHooks:
             if hooked:
                 axis.learn(model, args, kwargs, fqns, backward)
             sending = (each for each in hooked if axis.sends(each[0], _SLOTS[each[2]]))
-            agreed.agree([f"{_told(hook)} of {fqn!r}" for fqn, *_, hook in sending])
+            agreed.agree([*_places(sending)])
         for each in hooked:
             self._wrap(*each)
         self._tell_of_global_hooks()
@@ -194,6 +195,14 @@ def _hooked(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Hooked]:
             for key, hook in list(hooks.items()):
                 if is_of_user(hook):
                     yield fqn, module, kind, key, hook
+
+
+def _places(hooked: Iterable[_Hooked]) -> Iterator[tuple[str, str]]:
+    """Yield where hooks are, told apart where a module has several, and what they are called."""
+    numbers = Counter[tuple[str, str]]()
+    for fqn, _, kind, _, hook in hooked:
+        numbers[fqn, kind] += 1
+        yield f"{fqn!r} in {kind}, number {numbers[fqn, kind]}", _told(hook)
 
 
 def _named_like(hook: Hook, run: Hook) -> Hook:
