@@ -24,6 +24,7 @@ from vescale_parallel._model.blocks import alike_parameters, blocks_of, sequence
 from vescale_parallel._model.code import refuse_one_graph
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.inputs import bind, opened, small_examples
+from vescale_parallel._tensor_parallel.hooks.axis import HookedCall
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.calls.call_signature import CallForms
 from vescale_parallel._verify.calls.flags import Flags, flags_of, set_flags
@@ -155,30 +156,18 @@ class ContextGuard:
                 ) from error
         return self._known[form]
 
-    def seen_slices(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        fqns: Collection[str],
-        backward: Collection[str],
-    ) -> SlicedLeaves:
-        """Return how what hooks of modules are given lies over ranks, in calls of this form.
-
-        Args:
-            args: Of the call.
-            kwargs: Of the call.
-            fqns: The modules.
-            backward: Those with backward hooks.
-        """
-        named = self._forms.named(args, kwargs)
-        form = self._forms.form(args, kwargs), _equal_lengths(named), flags_of(self._model)
-        key = (*form, frozenset(fqns), frozenset(backward))
-        if key not in self._seen:
-            self._seen[key] = {}  # of a sequence that is too short to be shared
-            if (few := self._compared.get(form)) is not None:
-                find = functools.partial(self._find_seen, few, fqns, backward)
-                self._seen[key] = in_fresh_thread(find, of=self._whole or nn.Module())
-        return self._seen[key]
+    def seen_slices(self, call: HookedCall) -> SlicedLeaves:
+        """Return how what hooks of modules are given lies over ranks, in calls of this form."""
+        named = self._forms.named(call.args, call.kwargs)
+        form = self._forms.form(call.args, call.kwargs), _equal_lengths(named)
+        key = (*form, flags_of(self._model))
+        hooked = (*key, call.fqns, call.backward)
+        if hooked not in self._seen:
+            self._seen[hooked] = {}  # of a sequence that is too short to be shared
+            if (few := self._compared.get(key)) is not None:
+                find = functools.partial(self._find_seen, few, call.fqns, call.backward)
+                self._seen[hooked] = in_fresh_thread(find, of=self._whole or nn.Module())
+        return self._seen[hooked]
 
     def _find_seen(
         self, few: _Compared, fqns: Collection[str], backward: Collection[str]

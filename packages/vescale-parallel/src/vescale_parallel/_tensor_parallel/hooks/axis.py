@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -10,6 +11,25 @@ from torch import Tensor, nn
 # What a hook is given: arguments before they enter a region, as forward gets them, what a module
 # returns, and the gradients of these as full backward hooks see them.
 Slot = Literal["before", "given", "returned", "grad_input", "grad_output"]
+
+
+@dataclass(frozen=True)
+class HookedCall:
+    """A call of a model that has hooks.
+
+    Attributes:
+        model: As it is now.
+        args: Of the call.
+        kwargs: Of the call.
+        fqns: Modules with hooks.
+        backward: Those with hooks of backward.
+    """
+
+    model: nn.Module
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    fqns: frozenset[str]
+    backward: frozenset[str]
 
 
 class Conversion(Protocol):
@@ -31,15 +51,8 @@ class Unknown:
 class Axis(Protocol):
     """Knows how what hooks are given lies over the ranks of an axis."""
 
-    def learn(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        fqns: Collection[str],
-        backward: Collection[str],
-    ) -> None:
-        """Find it for a call of a model, of modules with hooks, and of those of backward."""
+    def learn(self, call: HookedCall) -> None:
+        """Find it for a call."""
         ...
 
     def sends(self, fqn: str, slots: Collection[Slot]) -> bool:

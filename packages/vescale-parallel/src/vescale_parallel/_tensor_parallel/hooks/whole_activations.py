@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from vescale_dtensor import InterleavedShard
@@ -24,7 +24,7 @@ from vescale_parallel._tensor_parallel.communicators import Ranks
 from vescale_parallel._tensor_parallel.conversions import convert
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import plain_gradient
 
-from .axis import Conversion, Slot, Unknown, is_plain
+from .axis import Conversion, HookedCall, Slot, Unknown, is_plain
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,8 @@ def _first(x: Tensor, ranks: Ranks, *, forward: bool) -> Tensor:
 class FindsLayouts(Protocol):
     """Knows how what hooks are given lies over ranks."""
 
-    def layouts(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        fqns: Collection[str],
-        backward: Collection[str],
-    ) -> Layouts:
-        """Return it for a call of a model, of modules with hooks, and of those of backward."""
+    def layouts(self, call: HookedCall) -> Layouts:
+        """Return it for a call."""
         ...
 
 
@@ -159,15 +152,8 @@ class OverTensorParallel:
         self._ranks, self._finds = ranks, finds
         self._layouts: Layouts = {}
 
-    def learn(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        fqns: Collection[str],
-        backward: Collection[str],
-    ) -> None:
-        self._layouts = self._finds.layouts(model, args, kwargs, fqns, backward)
+    def learn(self, call: HookedCall) -> None:
+        self._layouts = self._finds.layouts(call)
 
     def sends(self, fqn: str, slots: Collection[Slot]) -> bool:
         layouts = (x for slot in slots for x in self._layouts.get((fqn, slot), ()))

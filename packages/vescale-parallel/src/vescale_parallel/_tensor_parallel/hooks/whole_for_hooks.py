@@ -28,7 +28,7 @@ from vescale_parallel._torch_private import (
 )
 
 from .agreed import AgreedHooks
-from .axis import Axis, Conversion, Slot, Unknown
+from .axis import Axis, Conversion, HookedCall, Slot, Unknown
 from .seen import Seen
 
 Hook = Callable[..., Any]
@@ -58,11 +58,12 @@ class WholeForHooks:
     ) -> Iterator[None]:
         """Find what hooks see in a call of this form, and run the call inside."""
         hooked = list(_hooked(self._modules))
-        fqns = {fqn for fqn, *_ in hooked}
-        backward = {fqn for fqn, _, kind, *_ in hooked if kind in (_BACKWARD, _BEFORE_BACKWARD)}
+        of_backward = (each for each in hooked if each[2] in (_BACKWARD, _BEFORE_BACKWARD))
+        fqns, backward = (frozenset(fqn for fqn, *_ in each) for each in (hooked, of_backward))
+        call = HookedCall(model, args, kwargs, fqns, backward)
         for axis, agreed in self._axes:
             if hooked:
-                axis.learn(model, args, kwargs, fqns, backward)
+                axis.learn(call)
             sending = (each for each in hooked if axis.sends(each[0], _SLOTS[each[2]]))
             agreed.agree([*_places(sending)])
         for each in hooked:

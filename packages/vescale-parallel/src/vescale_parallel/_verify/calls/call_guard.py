@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from vescale_parallel._model.blocks import numel_of
 from vescale_parallel._model.copies import copied_without_values, plain
 from vescale_parallel._model.experts_implementation import experts_without_values
 from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._tensor_parallel.hooks.axis import HookedCall
 from vescale_parallel._tensor_parallel.hooks.whole_activations import KeptLayouts, Layouts
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, shard
 from vescale_parallel._torch_private import pytree
@@ -116,26 +117,13 @@ class CallGuard:
     def _told(self, fqn: str) -> str:
         return repr(fqn) if fqn else f"{self._class} itself"
 
-    def layouts(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        fqns: Collection[str],
-        backward: Collection[str],
-    ) -> Layouts:
-        """Return how what hooks of modules are given lies over ranks, in calls of this form.
-
-        Args:
-            model: As it is now.
-            args: Of the call.
-            kwargs: Of the call.
-            fqns: The modules.
-            backward: Those with backward hooks.
-        """
-        what = "hooks", frozenset(fqns), frozenset(backward)
-        find: _Finds[Layouts] = functools.partial(layouts_of, fqns=fqns, backward=backward)
-        return self._found(what, model, args, kwargs, find) or {}
+    def layouts(self, call: HookedCall) -> Layouts:
+        """Return how what hooks of modules are given lies over ranks, in calls of this form."""
+        find: _Finds[Layouts] = functools.partial(
+            layouts_of, fqns=call.fqns, backward=call.backward
+        )
+        what = "hooks", call.fqns, call.backward
+        return self._found(what, call.model, call.args, call.kwargs, find) or {}
 
     def kept(
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]

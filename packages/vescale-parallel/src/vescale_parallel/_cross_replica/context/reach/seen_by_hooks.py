@@ -28,7 +28,13 @@ from vescale_parallel._cross_replica.context.slicing import Slicing
 from vescale_parallel._model.blocks import alike_parameters
 from vescale_parallel._model.copies import discard
 from vescale_parallel._model.random_copies import random_copy, sharing_copy
-from vescale_parallel._tensor_parallel.hooks.axis import Conversion, Slot, Unknown, is_plain
+from vescale_parallel._tensor_parallel.hooks.axis import (
+    Conversion,
+    HookedCall,
+    Slot,
+    Unknown,
+    is_plain,
+)
 from vescale_parallel._trace.generators import (
     set_generators,
     states_of_generators,
@@ -67,14 +73,8 @@ SlicedLeaves = Mapping[tuple[str, Slot], tuple[Sliced | None, ...]]
 class FindsSlices(Protocol):
     """Knows how what hooks are given lies over the ranks of a sequence."""
 
-    def seen_slices(
-        self,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        fqns: Collection[str],
-        backward: Collection[str],
-    ) -> SlicedLeaves:
-        """Return it for a call, of modules with hooks, and of those of backward."""
+    def seen_slices(self, call: HookedCall) -> SlicedLeaves:
+        """Return it for a call."""
         ...
 
 
@@ -91,16 +91,9 @@ class OverSequence:
         self._ranks, self._finds, self._blocks = ranks, finds, blocks
         self._leaves: SlicedLeaves = {}
 
-    def learn(
-        self,
-        model: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        fqns: Collection[str],
-        backward: Collection[str],
-    ) -> None:
+    def learn(self, call: HookedCall) -> None:
         """Find how what hooks are given lies, in a call."""
-        self._leaves = self._finds.seen_slices(args, kwargs, fqns, backward)
+        self._leaves = self._finds.seen_slices(call)
 
     def sends(self, fqn: str, slots: Collection[Slot]) -> bool:
         """Whether hooks of a module are given slices."""
