@@ -240,8 +240,8 @@ class RowGuard:
         try:
             with nothing_kept_outside(model) as outside:
                 found = self._check(model, given, known_rows, in_groups)
-                name = outside.handed_over() if self._losses_only else None
-            if name is not None:
+                handed_over = outside.handed_over() if self._losses_only else []
+            for name, _ in handed_over:
                 raise ValueError(handed_over_error(name))
             if self._filled:
                 raise ValueError(filled_error(min(self._filled)))

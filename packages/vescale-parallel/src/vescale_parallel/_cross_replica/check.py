@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
+from vescale_parallel._verify.calls.compared_effects import other_decision
 
 from .added.added_buffers import added_buffers
 from .borders import ModuleRows, Output, RowCoupling, structure
@@ -364,7 +365,8 @@ def _difference(
     for at in dependent(whole.left, of_parts, found.num_rows) if found.read else ():
         if absolute(fqn, at) in found.read and not (own and at[0]):
             return f"its attribute {at[1]!r}, which the next call reads, depends on all rows"
-    return picks_rows(whole.picked, parts[0].picked, own=own)
+    decision = other_decision(whole.effects, [run.effects for run in parts], own=own)
+    return decision or picks_rows(whole.picked, parts[0].picked, own=own)
 
 
 def _is_loss(output: Tensor) -> bool:

@@ -23,6 +23,7 @@ from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._model.structures import open_objects
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
+from vescale_parallel._verify.calls.side_effects import SideEffects, watched_side_effects
 from vescale_parallel._verify.without_chance import WithoutChance
 
 from .borders import part_of_rows
@@ -75,6 +76,7 @@ class Run:
         subject: The copy of the module that ran.
         depth: How many modules that the module calls are running, one inside of the other.
         picked: Operators that picked elements along a dim.
+        effects: What it read of tensors.
     """
 
     call: Call
@@ -90,6 +92,7 @@ class Run:
     subject: nn.Module | None = None
     depth: int = 0
     picked: list[Picked] = field(default_factory=list[Picked])
+    effects: SideEffects = field(default_factory=SideEffects)
 
 
 class RowCheckError(ValueError):
@@ -197,6 +200,7 @@ def run_module(
             modes = (token_means, InDouble(), run.means, picked, WithoutChance())
             for each in (seeded(), torch.enable_grad(), *modes):
                 stack.enter_context(each)
+            run.effects = stack.enter_context(watched_side_effects(subject))
             # What it was called with is told by the call, whatever it puts into its arguments.
             args, kwargs = own_containers((run.call.args, run.call.kwargs))
             run.call.output = subject(*args, **kwargs)

@@ -54,18 +54,25 @@ class KeptOutside:
 
         self._before = [each for _, place in self._places for each in _with_graphs(place())]
 
+    @property
+    def may_change(self) -> bool:
+        """Whether there is anything that code of the model names."""
+        return bool(self._places)
+
     def put_back(self) -> None:
         """Put back what was there when this was made."""
         for each in self._put_back:
             each()
 
-    def handed_over(self) -> str | None:
-        """Return the name of what holds a new tensor with a graph, None if nothing does."""
+    def handed_over(self) -> list[tuple[str, Tensor]]:
+        """Return new tensors with a graph, each with the name of what holds it."""
         before = {*map(id, self._before)}
-        for name, place in self._places:
-            if any(id(x) not in before for x in _with_graphs(place())):
-                return name
-        return None
+        return [
+            (name, x)
+            for name, place in self._places
+            for x in _with_graphs(place())
+            if id(x) not in before
+        ]
 
     def _look_into(self, function: Any) -> None:
         if not isinstance(function, FunctionType) or id(function) in self._visited:

@@ -28,6 +28,8 @@ from vescale_parallel._trace.generators import (
     untouched_generators,
 )
 
+from .calls.compared_effects import other_effect
+from .calls.side_effects import watched_side_effects
 from .compared_results import compare_gradients, compare_results, part_of
 from .freed_memory import give_memory_back
 from .region import Contradiction, Findings, Given, How, Region, Results
@@ -91,6 +93,7 @@ def _compare_once(
     entering = entrances(region.module, region.fqn, sharding)
     try:
         compare_results(region.fqn, run.expected, run.ranks, run.how, sharding.size)
+        _compare_side_effects(region.fqn, run.expected, run.ranks)
         undecided = compare_gradients(
             region.fqn, run.expected, run.ranks, sharding.placements, found
         )
@@ -105,6 +108,13 @@ def _compare_once(
     if undecided and entering.arguments:
         return _compare_once(make, sharding, found, seed, training=training, everywhere=True)
     return region
+
+
+def _compare_side_effects(fqn: str, expected: Results, runs: Sequence[Results]) -> None:
+    for run in runs:
+        why = other_effect(expected.side_effects, run.side_effects)
+        if why is not None:
+            raise Contradiction(fqn, why)
 
 
 class Listener(Protocol):
@@ -290,7 +300,8 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
     )
     # Caches and the like hold nothing that was computed without values.
     chance = contextlib.nullcontext() if with_chance else WithoutChance()
-    with torch.enable_grad(), InDouble(), chance:
+    watched = watched_side_effects(module)
+    with torch.enable_grad(), InDouble(), chance, watched as side_effects:
         output = module(*args, **kwargs)
     leaves = pytree.tree_leaves(output)
     floats = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
@@ -304,4 +315,5 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
         floats,
         [x.grad if isinstance(x, Tensor) else None for x in inputs],
         {name: p.grad for name, p in module.named_parameters()},
+        side_effects,
     )

@@ -14,6 +14,8 @@ from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import ModuleCall
 
+from .calls.side_effects import SideEffects
+
 
 class Contradiction(ValueError):
     """A plan changes what a module computes.
@@ -107,6 +109,7 @@ class Results:
         tensors: Every leaf of the output that is a tensor, detached; None for others.
         floats: For every leaf of the output, whether it is one of ``outputs``.
         grads: Of every parameter, None without one.
+        side_effects: Of forward.
     """
 
     outputs: list[Tensor]
@@ -114,6 +117,7 @@ class Results:
     floats: list[bool]
     input_grads: list[Tensor | None]
     grads: dict[str, Tensor | None]
+    side_effects: SideEffects = field(default_factory=SideEffects)
 
 
 def region_of_call(

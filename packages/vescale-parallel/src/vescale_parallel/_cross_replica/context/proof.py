@@ -28,6 +28,7 @@ from vescale_parallel._trace.generators import (
     untouched_generators,
 )
 from vescale_parallel._verify.calls.flags import set_flags
+from vescale_parallel._verify.calls.compared_effects import other_number, other_tensor
 from vescale_parallel._verify.compared_results import close, largest_of
 from vescale_parallel._verify.compared_runs import Listener, run_once
 from vescale_parallel._verify.freed_memory import give_memory_back
@@ -203,6 +204,7 @@ def _check_runs(reference: _Ran, slicing: Slicing, runs: Sequence[_Ran]) -> None
     notes, end = [each.notes for each in runs], reference.end.torch
     culprit = _first_difference(reference.notes, notes, runs[0].slices)
     _compare(reference.results, [each.results for each in runs], culprit)
+    _check_side_effects(reference.results, [each.results for each in runs])
     others = (first_other(reference.state, each.state, slicing.stacks) for each in runs)
     if (other := next(filter(None, others), None)) is not None:
         raise NotSlicedError(
@@ -312,6 +314,18 @@ def _compare(expected: Results, runs: Sequence[Results], culprit: str | None) ->
             )
         if not _same_gradient(mean, whole):
             raise NotSlicedError(f"the gradient of {name!r} differs where it is given slices")
+
+
+def _check_side_effects(expected: Results, runs: Sequence[Results]) -> None:
+    for run in runs:
+        read = other_number(expected.side_effects, run.side_effects)
+        if read is not None:
+            why = f"{read} reads a number, which is another one of a slice"
+            raise NotSlicedError(why, where=read.fqn)
+        other = other_tensor(expected.side_effects, run.side_effects)
+        if other is not None:
+            why = f"{other.fqn!r} puts into {other.into!r} what is of a slice"
+            raise NotSlicedError(why, where=other.fqn)
 
 
 def _same(found: Tensor | None, expected: Tensor | None) -> bool:
