@@ -24,7 +24,7 @@ _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
 
 
 class KeptOutside:
-    """What functions of a model's classes, and functions that these name, keep in globals.
+    """What functions of a model's classes, of its modules, and that these name, keep in globals.
 
     [Note: trial runs leave nothing behind] A model is run on a few rows, in copies, to see what it
     does. Copies have attributes of their own, but a list in the model's file is one for all: a
@@ -49,6 +49,9 @@ class KeptOutside:
             for base in cls.__mro__:
                 if base is not nn.Module and not _is_library(base.__module__):
                     self._functions += [_function(value) for value in vars(base).values()]
+        for module in model.modules():
+            held = vars(module).values()
+            self._functions += [each for each in held if isinstance(each, FunctionType)]
         while self._functions and len(self._visited) < _MOST_FUNCTIONS:
             self._look_into(self._functions.pop())
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from vescale_parallel._model.linear_layout import linear_kind
 from vescale_parallel._tensor_parallel.sharding_spec import ShardingSpec
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
-from vescale_parallel._trace.dry_run import DryRunError
+from vescale_parallel._trace.dry_run import DryRunError, asks_for_values
 
-from .dry_runs import dry_runs_of_few
+from .dry_runs import DryRuns, dry_runs_of_few
 from .equivalence import CheckResult, Contradiction, check_plan
 from .single_module import contradicted_module
 from .threads import in_fresh_thread
@@ -36,7 +36,7 @@ def checked_plan(
     if batch is not None:
         try:
             result = in_fresh_thread(
-                lambda: check_plan(dry_runs_of_few(model, batch), sharding), of=model
+                lambda: _check(dry_runs_of_few(model, batch), sharding), of=model
             )
         except Contradiction as error:
             raise ValueError(
@@ -66,10 +66,19 @@ def checked_plan(
     wrong = contradicted_module(model, sharding)
     if wrong is not None:
         raise ValueError(
-            f"tensor_parallel.sharding_plan changes what {wrong!r} computes: run whole and "
-            "rank by rank on random weights, its output or gradients differ"
+            f"tensor_parallel.sharding_plan changes what {wrong.fqn!r} computes: run whole and "
+            f"rank by rank on random weights, {wrong.why}"
         )
     return sharding, False
+
+
+def _check(runs: DryRuns, sharding: TensorSharding) -> CheckResult:
+    try:
+        return check_plan(runs, sharding)
+    except DryRunError as error:
+        if not asks_for_values(error):
+            raise
+        return check_plan(runs, sharding, needs_values=True)
 
 
 def _warn_of_unchecked(result: CheckResult) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 
@@ -17,6 +18,7 @@ from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding, sh
 
 from .dry_runs import DryRuns
 from .equivalence import MAX_NUMEL, check_plan
+from .region import Contradiction
 from .threads import in_fresh_thread
 
 
@@ -29,18 +31,23 @@ def checked_alone(
     with the marks of whole parameters of which ranks hold partial gradients; None if results or
     gradients differ, or if the module is too large or takes something else.
     """
+    # Arbitrary user code: whatever it raises only means that this plan is not proven.
+    with contextlib.suppress(Exception):
+        return _proven_alone(module, plan, num_features, size)
+    return None
+
+
+def _proven_alone(
+    module: nn.Module, plan: Mapping[str, Placement], num_features: int, size: int
+) -> dict[str, Placement] | None:
     if numel_of(module) > MAX_NUMEL:
         return None
     # Its gradient is compared, too: what the module reads belongs to the model around it.
     batch = (torch.zeros(2, 3, num_features, requires_grad=True),)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            sharding = shard(texts_of(plan), module, size)
-            result = in_fresh_thread(lambda: _check(module, batch, sharding), of=module)
-    # Arbitrary user code: whatever it raises only means that this plan is not proven.
-    except Exception:
-        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sharding = shard(texts_of(plan), module, size)
+        result = in_fresh_thread(lambda: _check(module, batch, sharding), of=module)
     if result is None:
         return None
     return {**plan, **{f"{fqn}.<grad>": Partial() for fqn in sorted(result)}}
@@ -56,8 +63,8 @@ def _check(module: nn.Module, batch: object, sharding: TensorSharding) -> frozen
     return None if result.unchecked or result.too_large else result.partial_grads
 
 
-def contradicted_module(model: nn.Module, sharding: TensorSharding) -> str | None:
-    """Return a module that a hand-written plan shards wrongly, if running one shows it.
+def contradicted_module(model: nn.Module, sharding: TensorSharding) -> Contradiction | None:
+    """Return how a hand-written plan shards a module wrongly, if running one shows it.
 
     Only pairs of linears within one module that can be called on one tensor are run, one of
     each kind; other parts of a plan are taken as they are written.
@@ -82,11 +89,18 @@ def contradicted_module(model: nn.Module, sharding: TensorSharding) -> str | Non
             continue
         width = features(last, kind)[1]
         unmarked = {name: each for name, each in own.items() if not name.endswith("<grad>")}
-        proven = checked_alone(module, unmarked, width, sharding.size)
+        proven, why = None, "its output or gradients differ"
+        try:
+            proven = _proven_alone(module, unmarked, width, sharding.size)
+        except Contradiction as error:
+            why = error.why
+        # Arbitrary user code, as above.
+        except Exception:
+            pass
         if proven is not None and set(proven) == set(own):
             continue
         if checked_alone(module, {}, width, sharding.size) is not None:
-            return fqn or type(model).__name__
+            return Contradiction(fqn or type(model).__name__, why)
     return None
 
 

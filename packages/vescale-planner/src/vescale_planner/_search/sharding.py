@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,8 @@ from torch import nn
 
 from vescale_parallel import ShardingProposal, propose_sharding
 from vescale_planner._constraints import proposal_in_chunks
+
+_MOST_REASONS = 3  # of layers that stay whole, in one message
 
 
 def decides_sharding(constraint: str) -> bool:
@@ -43,6 +46,8 @@ def found_sharding(
         f"tensor_parallel.size {tp}: policy {policy!r} shards nothing of "
         f"{type(model).__name__}, so its ranks would repeat each other's work"
     )
+    for names, reason in itertools.islice(proposal.left_whole.items(), _MOST_REASONS):
+        why += f"; {names}: {reason}"
     if policy == "auto" and example_batch is None:
         why += "; give generate_plan an example_batch: few models show without one what can be "
         why += "sharded"

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
@@ -46,8 +47,8 @@ class Read:
     Attributes:
         fqn: The module whose code it is.
         line: The file and the number of the line.
-        value: Of a tensor that holds no floating-point numbers; None of others.
-        sources: The floating-point tensors that it is of, or was made of.
+        value: What it is; None if that is floating-point numbers.
+        sources: These, or the floating-point tensors that it was made of.
     """
 
     fqn: str
@@ -138,11 +139,11 @@ class _Watch(TorchFunctionMode):
                 self._found.handed_over.append(HandedOver(fqn, into, x.detach()))
 
     def _note(self, args: tuple[Any, ...], result: Any) -> None:
-        sources = self._sources_of(args)
-        value = None if any(_is_float(x) for x in args) else result
-        if sources or value is not None:
-            parts = tuple(x.detach() for x in sources)
-            self._found.reads.append(Read(self._innermost(), user_line(), value, parts))
+        value, sources = result, [x.detach() for x in self._sources_of(args) if type(x) is Tensor]
+        if any(map(_is_float, args)) and not isinstance(result, bool | str):
+            # Of a tensor of slices, what it says of the whole.
+            value, sources = None, [torch.as_tensor(result)]
+        self._found.reads.append(Read(self._innermost(), user_line(), value, tuple(sources)))
 
     def _innermost(self) -> str:
         """Return the name of the module whose code runs."""
