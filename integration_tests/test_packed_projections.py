@@ -299,7 +299,7 @@ def test_a_configuration_is_divided_for_the_modules_that_read_it(world2: World) 
     [
         (placed((32, 16, 8)), "parts of 'blocks.0.qkv.weight' that are 64 long together"),
         (placed((31, 17, 16)), "each a multiple of tensor_parallel.size 2"),
-        (placed((16, 32, 16)), "its output or gradients differ"),
+        (placed((16, 32, 16)), "what it returns differs"),
         ("InterleavedShard(0, ())", r"or \(length, length, ...\)"),
     ],
 )
