@@ -7,6 +7,7 @@ import functools
 import pytest
 
 from vescale_dtensor import DTensor
+from vescale_parallel import propose_sharding
 from vescale_testing import World
 
 from . import habits_of_numbers as habits
@@ -65,9 +66,11 @@ READS = r"line \d+ of habits_of_numbers.py .*reads a number, which is another on
 @pytest.mark.parametrize("look", [habits.branches, habits.logs])
 def test_a_plan_by_hand_is_refused(world2: World, look: Look) -> None:
     said = {"blocks.*.up.weight": "Shard(0)", "blocks.*.up.bias": "Shard(0)"}
-    said["blocks.*.down.weight"] = "Shard(1)"
-    manual = {TP: 2, "tensor_parallel.sharding_policy": "manual"}
-    manual["tensor_parallel.sharding_plan"] = said
+    manual: Constraints = {
+        TP: 2,
+        "tensor_parallel.sharding_policy": "manual",
+        "tensor_parallel.sharding_plan": {**said, "blocks.*.down.weight": "Shard(1)"},
+    }
     check(world2, ValueError, READS, start, look, manual)
 
 
@@ -95,3 +98,12 @@ def test_only_layers_whose_numbers_are_read_stay_whole(world2: World, look: Look
     for sharded in world2.run(sharded_by, look):
         assert "blocks.0.attention.qkv.weight" in sharded
         assert ("blocks.0.up.weight" in sharded) == (look is habits.guards)
+
+
+@pytest.mark.parametrize("look", [habits.branches, habits.logs, habits.adds])
+def test_a_plan_says_why_layers_stay_whole(look: Look) -> None:
+    found = propose_sharding(
+        habits.Model(look).double(), "auto", 2, example_batch=habits.batch_of(0)
+    )
+    what = "'LOSSES' is of a rank's part" if look is habits.adds else "habits_of_numbers.py"
+    assert any(what in why for why in found.left_whole.values()), found.left_whole

@@ -20,14 +20,18 @@ from vescale_parallel._tensor_parallel.chunks import shard_of_parts
 from vescale_parallel._verify.single_module import checked_alone
 
 
-def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[str, Placement]:
+def paired_linears(
+    model: nn.Module, size: int, covered: Iterable[str]
+) -> tuple[dict[str, Placement], dict[str, str]]:
     """Return a sharding plan for modules whose linears pair up, each class checked by running it.
 
-    ``size`` is the number of tensor-parallel ranks; ``covered`` are patterns that are cut already.
+    And why others are wrong, by module. ``size`` is the number of tensor-parallel ranks;
+    ``covered`` are patterns that are cut already.
     """
     taken = {pattern.rpartition(".")[0] for pattern in covered}
     plan: dict[str, Placement] = {}
-    known: dict[Any, dict[str, Placement]] = {}
+    wrong: dict[str, str] = {}
+    known: dict[Any, tuple[dict[str, Placement], str]] = {}
     for fqn, module in model.named_modules():
         linears = linears_of(module)
         base = generalize(fqn)
@@ -38,9 +42,12 @@ def paired_linears(model: nn.Module, size: int, covered: Iterable[str]) -> dict[
         shapes = tuple(tuple(child.get_parameter("weight").shape) for child in linears.values())
         key = (type(module), tuple(linears), shapes)
         if key not in known:
-            known[key] = _fused_attention(module, size) or _checked_pair(module, linears, size)
-        plan |= {f"{base}.{name}" if base else name: each for name, each in known[key].items()}
-    return plan
+            fused = _fused_attention(module, size)
+            known[key] = (fused, "") if fused else _checked_pair(module, linears, size)
+        found, why = known[key]
+        plan |= {f"{base}.{name}" if base else name: each for name, each in found.items()}
+        wrong |= {base or type(module).__name__: why} if why else {}
+    return plan, wrong
 
 
 def _same_everywhere(model: nn.Module, base: str, module: nn.Module) -> bool:
@@ -68,8 +75,8 @@ def _fused_attention(module: nn.Module, size: int) -> dict[str, Placement]:
 
 def _checked_pair(
     module: nn.Module, linears: Mapping[str, nn.Module], size: int
-) -> dict[str, Placement]:
-    """Return a sharding plan for one module if running it shows the plan right.
+) -> tuple[dict[str, Placement], str]:
+    """Return a sharding plan for one module if running it shows the plan right, or why it is not.
 
     ``linears`` are the linear layers among its children, in definition order. Names are relative
     to ``module``; there are none if no variant is right.
@@ -82,22 +89,24 @@ def _checked_pair(
     assert row_kind is not None
     inner, outer = features(linears[row], row_kind)
     if inner % size:
-        return {}
+        return {}, ""
     plan: dict[str, Placement] = {f"{row}.weight": Shard(row_kind.in_dim)}
     for name in columns:
         kind = linear_kind(linears[name])
         assert kind is not None
         arriving, leaving = features(linears[name], kind)
         if arriving != outer or leaving % size:
-            return {}
+            return {}, ""
         parts = leaving // inner if leaving % inner == 0 and leaving > inner else 1
         plan[f"{name}.weight"] = shard_of_parts(kind.out_dim, parts)
+    reasons: list[str] = []
     for attributes in _divisible_attributes(module, inner, size):
         variant = plan | {f"<attr:{name}>": Shard(0) for name in attributes}
-        proven = checked_alone(module, variant, outer, size)
+        proven, why = checked_alone(module, variant, outer, size)
         if proven is not None:
-            return proven
-    return {}
+            return proven, ""
+        reasons.append(why)
+    return {}, reasons[0]
 
 
 def _divisible_attributes(module: nn.Module, inner: int, size: int) -> list[tuple[str, ...]]:

@@ -265,7 +265,8 @@ def _recognised(
     """Return the plan for the layers that transformers names, or that pair up.
 
     Returns:
-        The plan; and the attention layers that it would have, did their heads divide, and why.
+        The plan; and the attention layers that it would have, did their heads divide, and modules
+        that were wrong when they were run, with the reason.
     """
     plan: dict[str, Placement] = {}
     if policy != "megatron":
@@ -275,11 +276,13 @@ def _recognised(
                 f"{type(model).__name__} has no tensor-parallel plan of its own that can be "
                 "used; choose tensor_parallel.sharding_policy 'auto'"
             )
+    wrong: dict[str, str] = {}
     if policy != "huggingface":
-        plan |= paired_linears(model, size, covered=plan)
+        paired, wrong = paired_linears(model, size, covered=plan)
+        plan |= paired
     why = _undivided_heads(model, size)
     whole = {pattern: why for pattern in plan if why and _is_attention(pattern)}
-    return {p: placement for p, placement in plan.items() if p not in whole}, whole
+    return {p: placement for p, placement in plan.items() if p not in whole}, {**whole, **wrong}
 
 
 def _is_attention(pattern: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Mapping
 
@@ -24,17 +23,20 @@ from .threads import in_fresh_thread
 
 def checked_alone(
     module: nn.Module, plan: Mapping[str, Placement], num_features: int, size: int
-) -> dict[str, Placement] | None:
+) -> tuple[dict[str, Placement] | None, str]:
     """Run a module whole and on all ranks, on one activation (batch, sequence, features).
 
     Names are relative to the module, of which a copy is run on random weights. The plan comes back
-    with the marks of whole parameters of which ranks hold partial gradients; None if results or
-    gradients differ, or if the module is too large or takes something else.
+    with the marks of whole parameters of which ranks hold partial gradients; None, and why, if
+    results or gradients differ, or if the module is too large or takes something else.
     """
+    try:
+        return _proven_alone(module, plan, num_features, size), "it is too large to be run"
+    except Contradiction as error:
+        return None, error.why
     # Arbitrary user code: whatever it raises only means that this plan is not proven.
-    with contextlib.suppress(Exception):
-        return _proven_alone(module, plan, num_features, size)
-    return None
+    except Exception as error:
+        return None, f"by itself it raises {type(error).__name__}: {error}"
 
 
 def _proven_alone(
@@ -89,17 +91,11 @@ def contradicted_module(model: nn.Module, sharding: TensorSharding) -> Contradic
             continue
         width = features(last, kind)[1]
         unmarked = {name: each for name, each in own.items() if not name.endswith("<grad>")}
-        proven, why = None, "its output or gradients differ"
-        try:
-            proven = _proven_alone(module, unmarked, width, sharding.size)
-        except Contradiction as error:
-            why = error.why
-        # Arbitrary user code, as above.
-        except Exception:
-            pass
+        proven, why = checked_alone(module, unmarked, width, sharding.size)
         if proven is not None and set(proven) == set(own):
             continue
-        if checked_alone(module, {}, width, sharding.size) is not None:
+        if checked_alone(module, {}, width, sharding.size)[0] is not None:
+            why = why if proven is None else "gradients of other parameters are sums over ranks"
             return Contradiction(fqn or type(model).__name__, why)
     return None
 

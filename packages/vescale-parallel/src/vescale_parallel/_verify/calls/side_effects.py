@@ -33,11 +33,10 @@ from vescale_parallel._torch_private import pytree
 
 # Names of functions that return what is no tensor.
 _READ = frozenset(
-    "item tolist numpy __array__ __bool__ __int__ __index__ __float__ __complex__ __format__ "
-    "is_nonzero equal allclose __contains__".split()
+    ["item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__", "__float__", "__complex__", "__format__", "is_nonzero", "equal", "allclose", "__contains__"]
 )
 # Whether there are such numbers is asked to find mistakes, or to do without them one by one.
-_OF_NONE = frozenset("isnan isinf isfinite isposinf isneginf".split())
+_OF_NONE = frozenset(["isnan", "isinf", "isfinite", "isposinf", "isneginf"])
 
 
 @dataclass(frozen=True)
