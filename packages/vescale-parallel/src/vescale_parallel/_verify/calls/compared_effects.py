@@ -30,9 +30,9 @@ def other_decision(expected: SideEffects, runs: Iterable[SideEffects], *, own: b
     """
     for found in runs:
         for (_, whole), (read, x) in zip(_numbers(expected), _numbers(found), strict=False):
-            if isinstance(read.value, bool) and not (own and read.fqn):
-                if not close(x, whole, largest_of(whole)):
-                    return f"{read} decides by a number that depends on all rows"
+            decides = isinstance(read.value, bool) and not (own and read.fqn)
+            if decides and not close(x, whole, largest_of(whole)):
+                return f"{read} decides by a number that depends on all rows"
     return None
 
 

@@ -33,10 +33,14 @@ from vescale_parallel._torch_private import pytree
 
 # Names of functions that return what is no tensor.
 _READ = frozenset(
-    ["item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__", "__float__", "__complex__", "__format__", "is_nonzero", "equal", "allclose", "__contains__"]
+    (
+        *("item", "tolist", "numpy", "__array__", "__format__", "__contains__"),
+        *("__bool__", "__int__", "__index__", "__float__", "__complex__"),
+        *("is_nonzero", "equal", "allclose"),
+    )
 )
 # Whether there are such numbers is asked to find mistakes, or to do without them one by one.
-_OF_NONE = frozenset(["isnan", "isinf", "isfinite", "isposinf", "isneginf"])
+_OF_NONE = frozenset(("isnan", "isinf", "isfinite", "isposinf", "isneginf"))
 
 
 @dataclass(frozen=True)
