@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
-from vescale_parallel._verify.calls.compared_effects import other_decision
+from vescale_parallel._verify.compared_results import other_decision
 
 from .added.added_buffers import added_buffers
 from .borders import ModuleRows, Output, RowCoupling, structure

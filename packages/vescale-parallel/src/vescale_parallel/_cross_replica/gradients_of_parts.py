@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._torch_private import backward_within_modes
-from vescale_parallel._verify.without_chance import WithoutChance
+from vescale_parallel._verify.modes.without_chance import WithoutChance
 
 from .borders import part_of_rows
 from .parts import NUM_PARTS, rows_in

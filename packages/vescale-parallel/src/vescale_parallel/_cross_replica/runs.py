@@ -23,8 +23,8 @@ from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._model.structures import open_objects
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
-from vescale_parallel._verify.calls.side_effects import SideEffects, watched_side_effects
-from vescale_parallel._verify.without_chance import WithoutChance
+from vescale_parallel._verify.modes.side_effects import SideEffects, watched_side_effects
+from vescale_parallel._verify.modes.without_chance import WithoutChance
 
 from .borders import part_of_rows
 from .kept import Kept, Place, changed, kept_in

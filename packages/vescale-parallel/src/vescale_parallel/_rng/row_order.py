@@ -26,7 +26,7 @@ from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.random_ops import DrawMode, draw_with
 from vescale_parallel._trace.rng_trace import DrawNotes, NotedDraw
-from vescale_parallel._verify.without_chance import without_chance
+from vescale_parallel._verify.modes.without_chance import without_chance
 
 from .predict import Draw, Given
 

@@ -28,14 +28,13 @@ from vescale_parallel._trace.generators import (
     untouched_generators,
 )
 
-from .calls.compared_effects import other_effect
-from .calls.side_effects import watched_side_effects
-from .compared_results import compare_gradients, compare_results, part_of
+from .compared_results import compare_gradients, compare_results, compare_side_effects, part_of
 from .freed_memory import give_memory_back
+from .modes.side_effects import watched_side_effects
+from .modes.without_chance import WithoutChance
 from .region import Contradiction, Findings, Given, How, Region, Results
 from .region_arguments import ArgumentsOfCalls, ComparedArguments, entrances
 from .threads import run_in_threads
-from .without_chance import WithoutChance
 
 
 def compare(
@@ -93,7 +92,7 @@ def _compare_once(
     entering = entrances(region.module, region.fqn, sharding)
     try:
         compare_results(region.fqn, run.expected, run.ranks, run.how, sharding.size)
-        _compare_side_effects(region.fqn, run.expected, run.ranks)
+        compare_side_effects(region.fqn, run.expected, run.ranks)
         undecided = compare_gradients(
             region.fqn, run.expected, run.ranks, sharding.placements, found
         )
@@ -108,13 +107,6 @@ def _compare_once(
     if undecided and entering.arguments:
         return _compare_once(make, sharding, found, seed, training=training, everywhere=True)
     return region
-
-
-def _compare_side_effects(fqn: str, expected: Results, runs: Sequence[Results]) -> None:
-    for run in runs:
-        why = other_effect(expected.side_effects, run.side_effects)
-        if why is not None:
-            raise Contradiction(fqn, why)
 
 
 class Listener(Protocol):

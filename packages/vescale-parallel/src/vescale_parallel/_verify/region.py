@@ -14,7 +14,7 @@ from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.dry_run import ModuleCall
 
-from .calls.side_effects import SideEffects
+from .modes.side_effects import SideEffects
 
 
 class Contradiction(ValueError):

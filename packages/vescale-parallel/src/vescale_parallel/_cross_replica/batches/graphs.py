@@ -39,7 +39,7 @@ from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import InDouble, in_double, sharing_copy
 from vescale_parallel._torch_private import pytree
-from vescale_parallel._verify.without_chance import WithoutChance
+from vescale_parallel._verify.modes.without_chance import WithoutChance
 
 
 class GraphsMeetError(NotFewerRowsError):

@@ -27,9 +27,8 @@ from vescale_parallel._trace.generators import (
     states_of_generators,
     untouched_generators,
 )
-from vescale_parallel._verify.calls.compared_effects import other_number, other_tensor
 from vescale_parallel._verify.calls.flags import set_flags
-from vescale_parallel._verify.compared_results import close, largest_of
+from vescale_parallel._verify.compared_results import close, largest_of, other_number, other_tensor
 from vescale_parallel._verify.compared_runs import Listener, run_once
 from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.region import Given, Region, Results

@@ -1,0 +1,1 @@
+"""Modes in which forwards run that are compared."""
