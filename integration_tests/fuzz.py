@@ -39,7 +39,7 @@ DEFAULTS: Spec = {
     "checkpoint": False,
     "counter": "none", "skips_by_step": False, "auxiliary": False, "long_skip": False,
     "strided": False, "loss": "squares", "time": 4, "experts": 3, "between": "none",
-    "single": False,
+    "single": False, "branches": "none",
     # The loop.
     "rows_of_a_part": 2, "steps": 2, "optimizer": "sgd", "loader": True, "accumulate": 1,
     "clip": False,
@@ -89,6 +89,7 @@ _MORE: dict[str, tuple[float, tuple[Any, ...]]] = {
     "single": (0.1, (True,)),
     "accumulate": (0.15, (2,)),
     "clip": (0.3, (True,)),
+    "branches": (0.1, ("hidden", "layer")),
 }
 _KINDS = (
     "dp",

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .fuzz_layers import LAYERS, NORMS, Spec
+from .fuzz_layers import LAYERS, NORMS, Spec, damped
 
 Batch = dict[str, Tensor]
 IN, VOCABULARY = 6, 11
@@ -42,7 +42,7 @@ class Block(nn.Module):
             y = self.layer(x)
         if self.spec["in_place"]:
             y = y.mul_(1.25).add_(0.01)
-        y = self.dropout(y)
+        y = damped(self.spec, "layer", self.dropout(y))
         return y if self.spec["scale"] == "none" else y * self.gain
 
 
