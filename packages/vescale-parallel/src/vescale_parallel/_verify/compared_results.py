@@ -173,7 +173,7 @@ def other_decision(expected: SideEffects, runs: Iterable[SideEffects], *, own: b
     for found in runs:
         for (_, whole), (read, x) in zip(_numbers(expected), _numbers(found), strict=False):
             decides = isinstance(read.value, bool) and not (own and read.fqn)
-            if decides and not close(x, whole, largest_of(whole)):
+            if decides and not _same_numbers(x, whole):
                 return f"{read} decides by a number that depends on all rows"
     return None
 
@@ -186,7 +186,7 @@ def other_number(expected: SideEffects, found: SideEffects) -> Read | None:
     """
     pairs = zip(_numbers(expected), _numbers(found), strict=False)
     for (_, whole), (read, x) in pairs:
-        if not close(x, whole, largest_of(whole)):
+        if not _same_numbers(x, whole):
             return read
     more = [*_numbers(found)][len([*_numbers(expected)]) :]
     return more[0][0] if more else None
@@ -203,8 +203,16 @@ def _is_same(one: Read, other: Read) -> bool:
         type(one.value) is type(other.value)
         and (not isinstance(one.value, int | float | list) or one.value == other.value)
         and len(one.sources) == len(other.sources)
-        and all(close(x, whole, largest_of(whole)) for whole, x in pairs)
+        and all(_same_numbers(x, whole) for whole, x in pairs)
     )
+
+
+def _same_numbers(found: Tensor, whole: Tensor) -> bool:
+    """Whether numbers that were read are the same, of which some may be none (a mean of nothing)."""
+    if found.shape != whole.shape or not torch.equal(found.isfinite(), whole.isfinite()):
+        return False
+    found, whole = found[found.isfinite()], whole[whole.isfinite()]
+    return close(found, whole, largest_of(whole))
 
 
 def _of_a_part(read: Read) -> str:
@@ -215,6 +223,6 @@ def other_tensor(expected: SideEffects, found: SideEffects) -> HandedOver | None
     """Return a tensor that was put where no module is, and that one device puts nowhere."""
     known = [each.value for each in expected.handed_over]
     for each in found.handed_over:
-        if not any(close(each.value, whole, largest_of(whole)) for whole in known):
+        if not any(_same_numbers(each.value, whole) for whole in known):
             return each
     return None

@@ -20,6 +20,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -130,7 +131,8 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in _READ:
-            self._note(args, result)
+            if not _is_own(sys._getframe(1)):
+                self._note(args, result)
         else:
             self._follow(name, (args, kwargs), args[0] if result is None and args else result)
         return result
@@ -176,6 +178,15 @@ class _Watch(TorchFunctionMode):
                 of_x = (x,) if _is_float(x) else self._sources.get(x, ())
                 found.update((id(each), each) for each in of_x)
         return tuple(found.values())
+
+
+def _is_own(frame: FrameType | None) -> bool:
+    """Whether this project reads, as it does while it compares, not code of the model."""
+    package = "torch"
+    while frame is not None and package == "torch":
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        frame = frame.f_back
+    return package.startswith("vescale")
 
 
 def _is_float(x: Any) -> bool:
