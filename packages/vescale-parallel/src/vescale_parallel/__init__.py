@@ -41,6 +41,7 @@ from ._model.signature import (
     model_signature as model_signature,
 )
 from ._parallelize import parallelize as parallelize
+from ._parameters.shared_memory import refuse_shared_memory as refuse_shared_memory
 from ._pipeline.call_order import observed_calls as observed_calls
 from ._pipeline.check import check_pipeline as check_pipeline
 from ._pipeline.cuts.block_calls import (

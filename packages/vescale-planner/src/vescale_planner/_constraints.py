@@ -17,6 +17,7 @@ from vescale_parallel import (
     check_constraints,
     check_supported,
     propose_in_chunks,
+    refuse_shared_memory,
     with_constraints,
 )
 
@@ -60,11 +61,12 @@ def _dtype_by_name(key: object, value: Any) -> Any:
 
 
 def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise for what can never be obeyed.
+    """Raise for what can never be obeyed, and of a model that no plan runs.
 
     Raises:
         ValueError: Naming the constraint, its value, and what to do.
     """
+    refuse_shared_memory(model)
     _check_pipeline(constraints)
     others = {k: v for k, v in constraints.items() if not k.startswith("pipeline_parallel.")}
     # Which have to divide the size that is still to be chosen.

@@ -181,6 +181,12 @@ class DeferredStorage:
         self._cdata = tensor.deferral.tape.key
         self.device = tensor.deferral.tape.device
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeferredStorage) and self._cdata == other._cdata
+
+    def __hash__(self) -> int:
+        return hash(self._cdata)
+
     def nbytes(self) -> int:
         """Return its size."""
         return self._tensor.deferral.tape.nbytes

@@ -22,7 +22,7 @@ from .collectives import Axes, Where
 from .events import CommunicationKind
 from .failures import named_failures
 from .groups import Peers, peers_of
-from .in_place import all_gather_single, reduce_scatter_single
+from .in_place import all_gather_single, all_to_all_single, reduce_scatter_single
 from .ordered_reduce import Reduction, all_reduce_parts, reduce_scatter_parts
 from .positions import Collective
 from .primitives import all_gather_into, all_to_all_into, joined, parts_of, tell_peers
@@ -130,7 +130,7 @@ def start_all_to_all(
         all_to_all_into(out, tensor, peers)
         return CollectiveWork("all_to_all", out, peers)
     away = tensor.numel() // peers.num_ranks * (peers.num_ranks - 1)
-    return _started("all_to_all", away, dist.all_to_all_single, out, tensor, peers)
+    return _started("all_to_all", away, all_to_all_single, out, tensor, peers)
 
 
 def start_reduce_scatter(

@@ -23,6 +23,18 @@ _reduce_scatter_single: Callable[..., object] = getattr(
     dist, "reduce_scatter_single", dist.reduce_scatter_tensor
 )
 
+# What gloo does not know, and what of the same width it sends in its place: bits are only moved.
+_SENT_AS = {
+    torch.float8_e4m3fn: torch.uint8,
+    torch.float8_e4m3fnuz: torch.uint8,
+    torch.float8_e5m2: torch.uint8,
+    torch.float8_e5m2fnuz: torch.uint8,
+    torch.int16: torch.float16,
+    torch.uint16: torch.float16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+
 # Of smaller ones, or of more ranks, what it takes to start a broadcast would count.
 _LEAST_BYTES, _MOST_RANKS = 2**16, 8
 
@@ -31,6 +43,7 @@ def all_gather_single(
     out: Tensor, part: Tensor, *, group: dist.ProcessGroup | None, async_op: bool = False
 ) -> Any:
     """Do what ``torch.distributed.all_gather_single`` does; see [Note: gathers of gloo]."""
+    out, part = _as_sent(out), _as_sent(part)
     if out.nbytes < _LEAST_BYTES or not _is_small_gloo(out, group):
         return _all_gather_single(out, part, group=group, async_op=async_op)
     rows = out.view(dist.get_world_size(group), *part.shape).unbind()
@@ -43,6 +56,26 @@ def all_gather_single(
     ]
     gathered = _Several([work for work in works if work is not None])
     return gathered if async_op else gathered.wait()
+
+
+def all_to_all_single(
+    out: Tensor,
+    part: Tensor,
+    received: list[int] | None = None,
+    sent: list[int] | None = None,
+    *,
+    group: dist.ProcessGroup | None,
+    async_op: bool = False,
+) -> Any:
+    """Do what ``torch.distributed.all_to_all_single`` does, of all dtypes."""
+    return dist.all_to_all_single(
+        _as_sent(out), _as_sent(part), received, sent, group=group, async_op=async_op
+    )
+
+
+def _as_sent(x: Tensor) -> Tensor:
+    dtype = _SENT_AS.get(x.dtype)
+    return x if dtype is None else x.view(dtype)
 
 
 def _is_small_gloo(out: Tensor, group: dist.ProcessGroup | None) -> bool:

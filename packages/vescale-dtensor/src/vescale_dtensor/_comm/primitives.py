@@ -22,7 +22,7 @@ from .emulation import RankTensor
 from .events import Communication, CommunicationKind, is_anyone_listening, tell
 from .failures import named_failures
 from .groups import Peers, peers_along
-from .in_place import all_gather_single, reduce_scatter_single
+from .in_place import all_gather_single, all_to_all_single, reduce_scatter_single
 from .positions import Collective
 from .profiling import collective_range, name_of
 from .waiting import run_collective
@@ -219,7 +219,7 @@ def _all_to_all(
         named_failures(of=Collective("all_to_all", peers, name_of)),
     ):
         run_collective(
-            dist.all_to_all_single,
+            all_to_all_single,
             arrived,
             part,
             None if received is None else list(received),
@@ -241,7 +241,7 @@ def all_to_all_into(arrived: Tensor, part: Tensor, peers: Peers) -> None:
         collective_range("all_to_all", peers),
         named_failures(of=Collective("all_to_all", peers, name_of)),
     ):
-        run_collective(dist.all_to_all_single, arrived, part, group=peers.group)
+        run_collective(all_to_all_single, arrived, part, group=peers.group)
 
 
 def _emulated_all_to_all(

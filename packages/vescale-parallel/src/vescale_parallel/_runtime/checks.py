@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.optim import Optimizer
 
 from vescale_dtensor import DTensor
+from vescale_parallel._parameters.shared_memory import refuse_shared_memory
 from vescale_parallel._plan.plan import ParallelPlan
 
 from .module import ParallelModule
@@ -108,6 +109,7 @@ def _check_model(model: nn.Module) -> None:
                 "give parallelize the module that it was scripted from"
             )
     _check_parameters(model)
+    refuse_shared_memory(model)
 
 
 def _check_parameters(model: nn.Module) -> None:

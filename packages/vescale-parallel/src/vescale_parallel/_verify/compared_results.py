@@ -208,7 +208,7 @@ def _is_same(one: Read, other: Read) -> bool:
 
 
 def _same_numbers(found: Tensor, whole: Tensor) -> bool:
-    """Whether numbers that were read are the same, of which some may be none (a mean of nothing)."""
+    """Whether numbers that were read are the same; a mean of nothing is none."""
     if found.shape != whole.shape or not torch.equal(found.isfinite(), whole.isfinite()):
         return False
     found, whole = found[found.isfinite()], whole[whole.isfinite()]
