@@ -163,6 +163,8 @@ def allowed(spec: Spec) -> Spec:
         spec |= {"dropout": 0.0, "counter": "none", "numpy": False}
     if spec["norm"] == "batch" and spec["rows_of_a_part"] * parts == 1:
         spec["norm"] = "layer"
+    if "experts" in spec["blocks"] and spec["dp"] > 1:
+        spec["branches"] = "none"  # of tokens that are sent to an expert, which are no rows
     if spec["stem"] == "patches":
         spec["time"] = DEFAULTS["time"]
     if spec["time"] == 1:

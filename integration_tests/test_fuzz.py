@@ -68,7 +68,7 @@ FOUND = [
     '{"stem": "padded_embedding", "loss": "ignoring", "time": 1, "rows_of_a_part": 1, "dp": 2}',
     # A branch by a number of all rows, beside a norm over them; of numbers that are none.
     '{"blocks": "mlp", "norm": "batch", "branches": "layer", "rows_of_a_part": 1, "dp": 2}',
-    '{"blocks": "experts", "layout": "time", "branches": "hidden", "dp": 4, "copies": 2}',
+    '{"blocks": "experts", "layout": "time", "branches": "hidden", "tp": 2}',
 ]
 
 
