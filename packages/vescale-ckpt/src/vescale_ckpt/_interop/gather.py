@@ -56,8 +56,9 @@ def gathered(
         step.message = [_asked_for(part, ranks.rank) for part in parts]
     whole: dict[str, Tensor] = {}
     for name, part, texts in zip(names, parts, zip(*step.messages, strict=True), strict=True):
-        collected = part.local.to("cpu") if ranks.rank == 0 else None
-        if texts[0] is not None:
+        if texts[0] is None:
+            collected = part.local.to("cpu") if ranks.rank == 0 else None
+        else:
             _check_same(name, part, texts)
             collected = _collected(part, texts[0], ranks, scratch)
         if collected is not None:
