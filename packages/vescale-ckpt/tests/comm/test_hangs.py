@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -26,6 +27,7 @@ import vescale_ckpt
 from vescale_ckpt import AsyncSaver, CheckpointError
 from vescale_ckpt._comm import control_group
 from vescale_ckpt._comm.missing_ranks import Arrivals
+from vescale_ckpt._save import async_saver, save as save_module
 from vescale_dtensor import distribute_tensor
 from vescale_testing import RankError, World
 
@@ -289,3 +291,107 @@ def test_ranks_save_again_after_one_was_interrupted_or_late(
     answers = world2.run(save_once_more, str(tmp_path / "ckpt"), interruption, aside)
     name = "CheckpointError" if interruption is None else interruption.__name__
     assert answers == [("CheckpointError", 2), (name, 2)]
+
+
+def interrupt_the_wait_for_the_save_before(
+    path: str, place: str, interruption: type[BaseException]
+) -> tuple[list[str], list[int]]:
+    """Save twice while rank 1 is interrupted as it waits for the first; then once more."""
+    errors: list[str] = []
+    saver = AsyncSaver(timeout=timedelta(seconds=30))
+    opened = threading.Event()
+    write = save_module.write_checkpoint
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        opened.wait(30)
+        write(*args, **kwargs)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        opened.set()  # the save before goes on meanwhile
+        raise interruption
+
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_saver, "write_checkpoint", slow)
+        saver.save(f"{path}/step-1", {"x": 1})
+        if dist.get_rank() == 1:
+            patch.setattr(*PLACES[place], interrupted)
+        else:
+            opened.set()
+        try:
+            saver.save(f"{path}/step-2", {"x": 2})
+        except interruption:
+            errors.append(interruption.__name__)
+    try:
+        saver.wait()
+    except CheckpointError as error:
+        errors.append(str(error))
+    assert time.monotonic() - start < 20
+    dist.barrier()
+    with saver:
+        saver.save(f"{path}/step-3", {"x": 3})
+    loaded = [vescale_ckpt.load(f"{path}/step-{n}", {"x": 0})["x"] for n in (1, 3)]
+    return errors, loaded
+
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "before": (async_saver, "destination_of"),
+    "waiting": (async_saver._Running, "wait"),
+}
+
+
+# A handler of signals may raise anything.
+INTERRUPTIONS = [
+    ("before", KeyboardInterrupt), ("waiting", KeyboardInterrupt), ("waiting", TimeoutError)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "interruption"), INTERRUPTIONS)
+def test_a_rank_that_is_interrupted_as_it_waits_for_the_save_before_is_not_waited_for(
+    world2: World, tmp_path: Path, place: str, interruption: type[BaseException]
+) -> None:
+    answers = world2.run(
+        interrupt_the_wait_for_the_save_before, str(tmp_path), place, interruption
+    )
+    assert answers[1] == ([interruption.__name__], [1, 3])
+    (error,), loaded = answers[0]
+    assert "rank 1 has died or hangs before the first barrier" in error
+    assert loaded == [1, 3]
+    assert not (tmp_path / "step-2").exists()
+
+
+def interrupted_as_ranks_meet(path: str, action: str) -> str:
+    """Interrupt rank 1 where it waits for rank 0 to come; then save and load."""
+    calls = {
+        "save": lambda: vescale_ckpt.save(path, {"x": 2}, timeout=timedelta(seconds=30)),
+        "load": lambda: vescale_ckpt.load(path, {"x": 0}, timeout=timedelta(seconds=30)),
+    }
+    calls["save"]()
+    come = threading.Event()
+    text = "no error"
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            # The barrier itself goes on: torch's thread is in it.
+            patch.setattr(control_group.ControlGroup, "_finish", stopping)
+        else:
+            come.wait(1)
+        try:
+            calls[action]()
+        except _StopsError:
+            text = "stopped"
+        except CheckpointError as error:
+            text = str(error)
+    assert time.monotonic() - start < 20
+    dist.barrier()
+    calls["save"]()
+    return text
+
+
+@pytest.mark.parametrize("action", ["save", "load"])
+def test_a_rank_that_is_interrupted_as_ranks_meet_is_not_waited_for(
+    world2: World, tmp_path: Path, action: str
+) -> None:
+    messages = world2.run(interrupted_as_ranks_meet, str(tmp_path / "ckpt"), action)
+    assert messages[1] == "stopped"
+    assert "rank 0 lost contact with the other ranks" in messages[0]

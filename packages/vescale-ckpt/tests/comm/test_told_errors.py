@@ -86,16 +86,23 @@ def load_hugging_face(path: str) -> None:
     vescale_ckpt.load_safetensors(Path(path).parent / "model.safetensors", module)
 
 
+def save_hugging_face(path: str) -> None:
+    tensors = {"columns": tensor(Shard(1)), "rows": tensor(Shard(0)), "plain": torch.ones(3)}
+    vescale_ckpt.save_safetensors(Path(path).parent / "exported", tensors, timeout=TIMEOUT)
+
+
 ONLY = [r"model\.(rows|copies)", "step", "plain", "rank"]
 ACTIONS: list[Action] = [
     save, save_and_keep, save_per_rank, save_aside, load_exchanging, load_through_the_cache,
-    load_hugging_face,
+    load_hugging_face, save_hugging_face,
 ]  # fmt: skip
 # Before these have begun, and after they have ended, there is no save and no load.
 ENTRIES = (
-    "save", "load", "load_safetensors", "write_checkpoint", "AsyncSaver.__init__",
+    "save", "load", "load_safetensors", "save_safetensors", "write_checkpoint",
+    "AsyncSaver.__init__",
     "HostStaging.__init__", "_Outcome.__init__",
-    "AsyncSaver.save", "AsyncSaver.save.<locals>.work", "AsyncSaver.wait",
+    "AsyncSaver.save", "AsyncSaver._begin.<locals>.work", "AsyncSaver.wait",
+    "AsyncSaver._start", "AsyncSaver._begin", "AsyncSaver._ended",
     "AsyncSaver.__exit__", "_Running._run", "_Running.wait",
     "Handle.close", "Handles.close", "CheckpointReader.close",
     "CheckpointReader.__exit__", "keep_buffer",

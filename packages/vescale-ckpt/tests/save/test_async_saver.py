@@ -19,7 +19,7 @@ import vescale_ckpt
 from vescale_ckpt import AsyncSaver, CheckpointError
 from vescale_ckpt._io import file_writer
 from vescale_ckpt._save import async_saver
-from vescale_ckpt._save.async_saver import in_pieces
+from vescale_ckpt._save.host_staging import in_pieces
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 

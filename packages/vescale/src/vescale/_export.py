@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import vescale_ckpt
 import vescale_deferred
 
+from ._told import told_to_exporters, told_to_loaders
 from ._transformers import (
     conversion,
     is_transformers_model,
@@ -47,7 +48,8 @@ def export(
     Raises:
         vescale.CheckpointError: On every rank, if it could not be written on one or a rank did
             not call this within five minutes.
-        TypeError: If ``model`` is no module, or a deferred one.
+        TypeError: If ``model`` is no module, or a deferred one. If that is so on some ranks, the
+            others raise a CheckpointError that names them.
 
     Example:
         >>> import tempfile, torch
@@ -56,14 +58,16 @@ def export(
         ...     sorted(os.listdir(path))
         ['model.safetensors']
     """
-    _check_model(model, "export")
+    with told_to_exporters():
+        _check_model(model, "export")
+        has_config = is_transformers_model(model)
 
     def beside(directory: Path) -> None:
         if tokenizer is not None:
             tokenizer.save_pretrained(directory)
 
     save: Any = getattr(model, "save_pretrained", None)
-    if save is None or not is_transformers_model(model):
+    if save is None or not has_config:
         write_model(model, path, max_shard_size, beside=beside)
         return
     # Of a parallelized model this gathers; see give_save_pretrained.
@@ -96,10 +100,10 @@ def load_pretrained(
             values.
 
     Raises:
-        vescale.CheckpointError: On every rank, if files are missing or damaged, or names or shapes
-            do not fit.
-        TypeError: If ``model`` is no module, or a deferred one.
-        ValueError: If ``only`` is no list of regular expressions.
+        vescale.CheckpointError: On every rank, if files are missing or damaged, names or shapes
+            do not fit, or ``only`` is no list of regular expressions.
+        TypeError: If ``model`` is no module, or a deferred one. If that is so on some ranks, the
+            others raise a CheckpointError that names them.
 
     Example:
         >>> import tempfile, torch
@@ -107,14 +111,18 @@ def load_pretrained(
         ...     export(torch.nn.Linear(4, 2), path)
         ...     load_pretrained(torch.nn.Linear(4, 2), path)
     """
-    _check_model(model, "load_pretrained")
-    if not is_transformers_model(model):
-        vescale_ckpt.load_safetensors(path, model, strict=strict, only=only)
-        return
-    rename, optional = names_of_files(model), optional_names(model)
+    with told_to_loaders():
+        _check_model(model, "load_pretrained")
+        is_known = is_transformers_model(model)
+        rename = names_of_files(model) if is_known else None
+        optional = optional_names(model) if is_known else _is_never_optional
     vescale_ckpt.load_safetensors(
         path, model, rename=rename, strict=strict, optional=optional, only=only
     )
+
+
+def _is_never_optional(name: str) -> bool:
+    return False
 
 
 def write_config(
@@ -148,19 +156,21 @@ def write_model(
         beside: Writes what else there is; called on rank 0 alone.
         original_format: Whether to write the layout of the hub where transformers has another.
     """
-    tensors = _state_of(model)
-    convert, order, together = None, [*tensors], list[list[str]]()
-    metadata: dict[str, Any] = {}
-    if is_transformers_model(model):
-        if original_format:
-            convert, order, together = conversion(model, tensors)
-        metadata["total_parameters"] = sum(p.numel() for p in model.parameters())
+    with told_to_exporters():
+        tensors = _state_of(model)
+        convert, order, together = None, [*tensors], list[list[str]]()
+        metadata: dict[str, Any] = {}
+        if is_transformers_model(model):
+            if original_format:
+                convert, order, together = conversion(model, tensors)
+            metadata["total_parameters"] = sum(p.numel() for p in model.parameters())
+        max_file_nbytes = _nbytes(max_shard_size)
     vescale_ckpt.save_safetensors(
         path,
         {name: tensors[name] for name in order},
         convert=convert,
         together=together,
-        max_file_nbytes=_nbytes(max_shard_size),
+        max_file_nbytes=max_file_nbytes,
         metadata=metadata,
         beside=beside,
     )

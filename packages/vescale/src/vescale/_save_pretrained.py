@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from vescale_dtensor import announced_failures
 
 from ._export import write_config, write_model
+from ._told import told_to_exporters
 from ._transformers import is_transformers_model
 
 _IGNORED = ("is_main_process", "safe_serialization")  # rank 0 writes, and safetensors
@@ -49,16 +50,11 @@ def _save(
     path: str | os.PathLike[str],
     options: dict[str, Any],
 ) -> None:
-    max_shard_size = options.pop("max_shard_size", None) or _default_shard_size(model)
-    original_format = options.pop("save_original_format", True)
-    beside: Callable[[Path], None] = options.pop("beside", lambda directory: None)
-    for name, value in options.items():
-        if name not in _IGNORED and value not in (None, False):
-            raise ValueError(
-                f"save_pretrained of a parallelized model does not take {name}={value!r}: every "
-                "rank calls save_pretrained(path, max_shard_size=...), and rank 0 writes tensors "
-                "as they are gathered. For anything else load what it wrote on one device"
-            )
+    with told_to_exporters():
+        max_shard_size = options.pop("max_shard_size", None) or _default_shard_size(model)
+        original_format = options.pop("save_original_format", True)
+        beside: Callable[[Path], None] = options.pop("beside", lambda directory: None)
+        _check_options(options)
     write_model(
         model,
         path,
@@ -66,6 +62,16 @@ def _save(
         beside=functools.partial(write_config, original, beside),
         original_format=original_format,
     )
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _IGNORED and value not in (None, False):
+            raise ValueError(
+                f"save_pretrained of a parallelized model does not take {name}={value!r}: every "
+                "rank calls save_pretrained(path, max_shard_size=...), and rank 0 writes tensors "
+                "as they are gathered. For anything else load what it wrote on one device"
+            )
 
 
 def _default_shard_size(model: nn.Module) -> int | str:

@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from vescale_ckpt._comm.control_group import AllOrNone, ControlGroup, current_control_group
+from vescale_ckpt._comm.options import check_same_options
 from vescale_ckpt._format.dtypes import DTYPES, NAMES
 from vescale_ckpt._format.file_layout import FilePlan, PlannedFile, TensorInfo, file_names, lay_out
+from vescale_ckpt._io.buffer_pool import Scratch
 from vescale_ckpt._io.object_store import absolute_path
 from vescale_ckpt._io.tensor_bytes import packed_chunks
 from vescale_ckpt._store.atomic_directory import sync_directory
 from vescale_ckpt.exceptions import CheckpointError
+
+from .gather import gathered
 
 Convert = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -44,16 +48,16 @@ def save_safetensors(
 ) -> None:
     """Write tensors, sharded or not, as ``model.safetensors`` or numbered files with an index.
 
-    Every rank of the default process group must call this. Tensors are gathered one by one and
-    written by rank 0; no rank ever holds more than the largest of them besides its shards. Files
-    are those that HuggingFace's libraries would write of the same tensors, in the same order. They
-    appear when all are written, and replace those of a model that was there.
+    Every rank of the default process group must call this. Tensors are gathered one by one in host
+    memory and written by rank 0, which never holds more than the largest of them besides its
+    shards. Files are those that HuggingFace's libraries would write of the same tensors, in the
+    same order. They appear when all are written, and replace those of a model that was there.
 
     Args:
         directory: Where to write; made if there is none. Shared with rank 0 only.
         tensors: What to write, by name, the same on every rank. Tied ones are written twice.
-        convert: Given whole tensors by name, returns what to write of them; also called with
-            tensors on the meta device.
+        convert: Given whole tensors by name, returns what to write of them; called on rank 0 with
+            tensors in host memory, and on every rank with some on the meta device.
         together: Names that are converted in one call; others are in one each.
         max_file_nbytes: When to begin another file.
         stem: What files are called.
@@ -71,12 +75,15 @@ def save_safetensors(
             units = _units(tensors, together)
             convert = convert or dict
             plan = _plan(tensors, units, convert, max_file_nbytes, stem, dict(metadata or {}))
-            step.message = sha256(repr((units, plan)).encode()).hexdigest()
-        if len(set(step.messages)) > 1:
+            given = [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors.values()]
+            digest = sha256(repr((units, given, plan)).encode()).hexdigest()
+            step.message = [digest, {"stem": stem, "max_file_nbytes": max_file_nbytes}]
+            target = absolute_path(directory)
+        check_same_options([options for _, options in step.messages], ranks)
+        if len({digest for digest, _ in step.messages}) > 1:
             raise ranks.common(
                 CheckpointError("ranks were given other tensors to write: names, shapes or dtypes")
             )
-        target = absolute_path(directory)
         with AllOrNone(ranks):
             if ranks.rank == 0:
                 _begin(target / _STAGING, plan)
@@ -167,22 +174,19 @@ def _write(
     stem: str,
     ranks: ControlGroup,
 ) -> None:
-    staging = directory / _STAGING
-    failure: Exception | None = None
-    for names in units:
-        whole = {name: _whole(tensors[name]) for name in names}
-        if ranks.rank != 0 or failure is not None:
-            continue  # whoever fails still gathers with the others, who do not know of it
-        try:
-            _put(staging, convert(whole), plan)
-        except Exception as error:
-            failure = error
-    with AllOrNone(ranks):
-        if failure is not None:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise failure
+    staging, scratch = directory / _STAGING, Scratch()
+    try:
+        for names in units:
+            whole = gathered(names, tensors, ranks, scratch)
+            if ranks.rank == 0:
+                _put(staging, convert(whole), plan)
+        with AllOrNone(ranks):
+            if ranks.rank == 0:
+                _commit(directory, staging, plan, stem)
+    except BaseException:
         if ranks.rank == 0:
-            _commit(directory, staging, plan, stem)
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
 
 
 def _begin(staging: Path, plan: FilePlan) -> None:
@@ -190,13 +194,6 @@ def _begin(staging: Path, plan: FilePlan) -> None:
     staging.mkdir(parents=True)
     for name, file in plan.files.items():
         (staging / name).write_bytes(file.head)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, gathered from the ranks that hold it, on every rank."""
-    gather = getattr(tensor, "full_tensor", None)
-    whole: Tensor = tensor.detach() if gather is None else gather()
-    return whole.detach()
 
 
 def _put(staging: Path, tensors: Mapping[str, Tensor], plan: FilePlan) -> None:

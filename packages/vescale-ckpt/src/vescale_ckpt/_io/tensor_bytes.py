@@ -21,6 +21,15 @@ def flat_bytes(tensor: torch.Tensor) -> memoryview | None:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType]
 
 
+def packed_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the elements in row-major order: the memory itself if it lies so, else a copy."""
+    view = flat_bytes(tensor)
+    if view is None:
+        view = flat_bytes(tensor.resolve_conj().resolve_neg().to("cpu").contiguous())
+    assert view is not None
+    return view
+
+
 def packed_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the elements in row-major order, as views or as bounded copies."""
     view = flat_bytes(tensor)
@@ -28,10 +37,7 @@ def packed_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield view
         return
     for part in parts_of(tensor):
-        copy = part.resolve_conj().resolve_neg().to("cpu").contiguous()
-        packed = flat_bytes(copy)
-        assert packed is not None
-        yield packed
+        yield packed_bytes(part)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -104,8 +104,8 @@ def load(
 
     begin = time.perf_counter()
     ranks = current_control_group(timeout)
-    ranks.meet()
     with ranks.together():
+        ranks.meet()
         options = {"exchange": exchange, "verify_first": verify_first}
         reader, hosts, key_filter = _open_same(path, ranks, chosen, options)
     with ranks.together(), reader, torch.no_grad():

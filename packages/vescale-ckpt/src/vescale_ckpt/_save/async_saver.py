@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from datetime import timedelta
-from itertools import accumulate
 from typing import Any
-
-import torch
 
 from vescale_ckpt._comm.control_group import DEFAULT_TIMEOUT, ControlGroup, separate_control_group
 from vescale_ckpt._state.arguments import check_arguments
-from vescale_ckpt._state.local_shards import LocalShard
 from vescale_ckpt.exceptions import CheckpointError
 
 from .destination import Destination, FileLayout, destination_of
+from .host_staging import HostStaging
 from .save import Snapshot, snapshot, write_checkpoint
 
-_ALIGNMENT = 64
-_MIN_PIECE_NBYTES = 1 << 20
 # How long a thread may take to begin whose start was interrupted.
 _START_SECONDS = 10.0
 
@@ -91,21 +85,52 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
             CheckpointError: If the save *before* failed, on any rank. What is wrong with this one
                 is found in the background: all ranks have to hear of it.
         """
+
+        def chosen() -> Destination:
+            check_arguments("save", path, state)
+            return destination_of(path, layout=layout, keep_last=keep_last)
+
+        before = self._running
+        try:
+            error = self._start(chosen, state)
+        except BaseException:
+            if self._running is None:
+                with self._ranks.together():  # tells the others, or lets go of them
+                    raise
+            # A thread that has begun with this save goes to the others.
+            if before is not None and self._running is before:
+                before.then(self._ranks.close)
+            raise
+        if error is not None:
+            raise error
+
+    def _start(
+        self, chosen: Callable[[], Destination], state: Mapping[str, Any]
+    ) -> BaseException | None:
+        """Begin a save, or return the error of the save before, which every rank has."""
         destination: Destination | None = None
-        taken: Snapshot | None = None
         failure: Exception | None = None
         try:
-            check_arguments("save", path, state)
-            destination = destination_of(path, layout=layout, keep_last=keep_last)
+            destination = chosen()
         except Exception as error:
             if self._ranks.size == 1:
                 raise
             failure = error
-        self.wait()
+        error = self._ended()
+        if error is not None:
+            return error
         if self._ranks.is_closed:
             self._ranks = separate_control_group(self._timeout)
+        self._outcome.written_nbytes = 0
+        self._begin(state, destination, failure)
+        return None
+
+    def _begin(
+        self, state: Mapping[str, Any], destination: Destination | None, failure: Exception | None
+    ) -> None:
+        """Copy ``state`` aside and start to save it, or to tell all ranks of a failure."""
+        taken: Snapshot | None = None
         outcome, ranks = self._outcome, self._ranks
-        outcome.written_nbytes = 0
 
         def choose() -> Destination:
             if failure is not None or destination is None:
@@ -149,20 +174,27 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         Raises:
             CheckpointError: If it failed, on any rank.
         """
+        error = self._ended()
+        if error is not None:
+            raise error
+
+    def _ended(self) -> BaseException | None:
+        """Return what is wrong with the last save when it has ended."""
         if self._running is not None:
             is_done = self._running.wait()
             self._running = None
             if not is_done:
                 self._ranks.close()
-                raise CheckpointError(
+                return CheckpointError(
                     "the save in the background never began, nothing was saved: the start of its "
                     "thread was interrupted"
                 )
         error, self._outcome.error = self._outcome.error, None
-        if isinstance(error, CheckpointError):
-            raise type(error)(f"the save in the background failed: {error}") from error
-        if error is not None:
-            raise error
+        if not isinstance(error, CheckpointError):
+            return error
+        told = type(error)(f"the save in the background failed: {error}")
+        told.__cause__ = error
+        return told
 
     def __exit__(self, *problem: object) -> None:
         self.wait()
@@ -182,6 +214,8 @@ class _Running:
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._is_called_off = False
+        self._after: Callable[[], None] | None = None
+        self._is_done = False
 
     def start(self) -> None:
         """Call the work in a thread, or here if there are no more threads.
@@ -211,6 +245,14 @@ class _Running:
             self._is_called_off = not self._begun.is_set()
             return self._is_called_off
 
+    def then(self, after: Callable[[], None]) -> None:
+        """Call something when the work has been done, before anybody stops waiting for it."""
+        with self._lock:
+            if not self._is_done:
+                self._after = after
+                return
+        after()
+
     def _run(self) -> None:
         with self._lock:
             # A handler of signals may raise what start takes for the lack of a thread.
@@ -220,7 +262,13 @@ class _Running:
         try:
             self._work()
         finally:
-            self._ended.set()
+            with self._lock:
+                self._is_done, after = True, self._after
+            try:
+                if after is not None:
+                    after()
+            finally:
+                self._ended.set()
 
 
 class _Outcome:
@@ -240,110 +288,3 @@ def _complain(outcome: _Outcome) -> None:
         raise CheckpointError(
             f"the last save in the background failed, and nothing waited for it: {outcome.error}"
         ) from outcome.error
-
-
-class HostStaging:
-    """Host memory that holds a copy of this rank's shards.
-
-    [Note: pieces]
-    torch rounds each piece of pinned memory up to a power of two: 4.1 GB would take 8. So there
-    are several, whose lengths are powers of two by themselves, long ones first.
-    """
-
-    def __init__(self) -> None:
-        self._pieces: list[torch.Tensor] = []
-        # Where the tensors of the last save lie in them, by their identities.
-        self._places: dict[Any, torch.Tensor] = {}
-
-    def copy(self, taken: Snapshot) -> Snapshot:
-        """Return a snapshot whose tensors lie in this memory; overwrites the one before."""
-        identities = {
-            key: shard.identity for key, shard in taken.shards.items() if _is_needed(shard)
-        }
-        sources: dict[Any, torch.Tensor] = {}
-        for key, identity in identities.items():
-            if identity is not None:
-                sources.setdefault(identity, taken.shards[key].local)
-        on_gpu = any(source.is_cuda for source in sources.values())
-        if sources.keys() != self._places.keys():
-            self._places = self._laid_out(sources, pin_memory=on_gpu)
-        for identity, source in sources.items():
-            self._places[identity].copy_(source, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
-        shards = {
-            key: _placed(shard, self._places.get(identities[key]))
-            if key in identities
-            else _emptied(shard)
-            for key, shard in taken.shards.items()
-        }
-        return Snapshot(taken.encoded, shards)
-
-    def _laid_out(
-        self, sources: Mapping[Any, torch.Tensor], *, pin_memory: bool
-    ) -> dict[Any, torch.Tensor]:
-        """Return memory for each tensor, side by side; allocate more if there is too little."""
-        nbytes = [_aligned(source.nbytes) for source in sources.values()]
-        lengths, starts = in_pieces(nbytes) if pin_memory else _in_one_piece(nbytes)
-        fits = len(self._pieces) >= len(lengths) and all(
-            held.numel() >= length and (held.is_pinned() or not pin_memory)
-            for held, length in zip(self._pieces, lengths, strict=False)
-        )
-        if not fits:
-            self._places = {}
-            self._pieces = []
-            self._pieces = [
-                torch.empty(length, dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
-                for length in lengths
-            ]
-        places: dict[Any, torch.Tensor] = {}
-        for (identity, source), (number, start) in zip(sources.items(), starts, strict=True):
-            flat = self._pieces[number][start : start + source.nbytes].view(source.dtype)
-            places[identity] = flat.view(source.shape)
-        return places
-
-
-def _in_one_piece(lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the length of one piece of memory, and where in it everything starts."""
-    stops = [*accumulate(lengths)]
-    return stops[-1:], [(0, stop - n) for stop, n in zip(stops, lengths, strict=True)]
-
-
-def in_pieces(lengths: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return the lengths of pieces of memory, and in which of them, and where, everything starts.
-
-    See [Note: pieces].
-    """
-    pieces: list[int] = []
-    starts: list[tuple[int, int]] = []
-    filled, left = 0, sum(lengths)
-    for length in lengths:
-        if not pieces or filled + length > pieces[-1]:
-            # The largest power of two that is filled, or the smallest for what comes next.
-            longest = 1 << (max(left, 1).bit_length() - 1)
-            pieces.append(max(longest, 1 << max(length - 1, 0).bit_length(), _MIN_PIECE_NBYTES))
-            filled = 0
-        starts.append((len(pieces) - 1, filled))
-        filled += length
-        left -= length
-    return pieces, starts
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _is_needed(shard: LocalShard) -> bool:
-    # What every rank holds whole is compared, and written by all together.
-    return shard.layout.is_first_replica or shard.layout.is_whole
-
-
-def _placed(shard: LocalShard, copy: torch.Tensor | None) -> LocalShard:
-    return shard if copy is None else shard._replace(local=copy)
-
-
-def _emptied(shard: LocalShard) -> LocalShard:
-    """Return a shard that others write, without its memory."""
-    if not shard.local.numel():
-        return shard
-    return shard._replace(local=shard.local.new_empty(0), layout=replace(shard.layout, boxes=()))

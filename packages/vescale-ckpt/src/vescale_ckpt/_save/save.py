@@ -146,8 +146,8 @@ def write_checkpoint(
     ``choose`` returns where to write, or raises what is wrong with that; ``progress`` is called
     with the number of bytes of each request to write.
     """
-    ranks.meet()
     with ranks.together():
+        ranks.meet()
         _write_checkpoint(choose, take, ranks, progress)
 
 

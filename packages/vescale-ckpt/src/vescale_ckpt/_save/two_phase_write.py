@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
-import torch
 from torch.distributed.tensor import Placement, Shard
 
 from vescale_ckpt._comm.control_group import ControlGroup
@@ -28,7 +27,7 @@ from vescale_ckpt._format.file_layout import StoredTensor, nbytes_of
 from vescale_ckpt._io.buffer_pool import Scratch
 from vescale_ckpt._io.direct_io import PAGE_NBYTES
 from vescale_ckpt._io.file_writer import FileWriter
-from vescale_ckpt._io.tensor_bytes import flat_bytes
+from vescale_ckpt._io.tensor_bytes import packed_bytes
 from vescale_ckpt._state.local_shards import LocalShard, ShardLayout, is_first_replica
 from vescale_dtensor import Box, InterleavedShard, local_boxes
 
@@ -89,7 +88,7 @@ def _needs_two_phase(layout: ShardLayout, shape: tuple[int, ...], dtype: str) ->
         return False
     if not any(_cuts_rows(placement) for placement in layout.placements):
         return False
-    box = next(boxes[0] for boxes in _boxes_by_rank(layout, shape).values() if boxes)
+    box = next(boxes[0] for boxes in boxes_by_rank(layout, shape).values() if boxes)
     ranges = byte_ranges_of(shape, box, DTYPES[dtype].itemsize)
     return ranges.num_ranges > 1 and ranges.nbytes < MIN_RANGE_NBYTES
 
@@ -156,7 +155,7 @@ def _seen_from(rank: int, stored: StoredTensor, shard: LocalShard) -> _Exchanged
     assert shard.layout.mesh_ranks is not None
     holders = {
         holder: tuple(_ranges_in(stored, box) for box in boxes)
-        for holder, boxes in _boxes_by_rank(shard.layout, shard.shape).items()
+        for holder, boxes in boxes_by_rank(shard.layout, shard.shape).items()
     }
     domains = _file_domains(stored, holders, shard.layout.mesh_ranks)
     nothing = _FileDomain(rank, stored.offset, stored.offset)
@@ -166,12 +165,12 @@ def _seen_from(rank: int, stored: StoredTensor, shard: LocalShard) -> _Exchanged
         domains=domains,
         own_domain=next((domain for domain in domains if domain.rank == rank), nothing),
         own_boxes=own_boxes,
-        packed=[_packed(held.of(shard.local)) for held in shard.boxes] if own_boxes else [],
+        packed=[packed_bytes(held.of(shard.local)) for held in shard.boxes] if own_boxes else [],
     )
 
 
-def _boxes_by_rank(layout: ShardLayout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
-    """Return the boxes of the first replicas."""
+def boxes_by_rank(layout: ShardLayout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
+    """Return the boxes of the first replicas of a distributed tensor."""
     assert layout.mesh_ranks is not None
     boxes = _boxes_by_coordinate(shape, layout.mesh_shape, layout.placements)
     return {
@@ -228,14 +227,6 @@ def page_shares(stored: StoredTensor, count: int) -> list[tuple[int, int]]:
         cuts.append(min(end, -(-cut // PAGE_NBYTES) * PAGE_NBYTES))
     cuts.append(end)
     return list(itertools.pairwise(cuts))
-
-
-def _packed(source: torch.Tensor) -> memoryview:
-    view = flat_bytes(source)
-    if view is None:
-        view = flat_bytes(source.resolve_conj().resolve_neg().to("cpu").contiguous())
-    assert view is not None
-    return view
 
 
 def _pack(batch: Sequence[tuple[_Exchanged, int]], transfer: Transfer, memory: Bytes) -> None:

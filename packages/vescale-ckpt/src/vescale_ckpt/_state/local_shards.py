@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -103,6 +103,11 @@ def view_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*place, tensor.is_conj(), tensor.is_neg())
 
 
+def is_distributed(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor, torch's or veScale's."""
+    return isinstance(tensor, _DISTRIBUTED)
+
+
 def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
     """Return this rank's shard of a tensor, if that can be stored or filled as plain bytes.
 
@@ -115,7 +120,7 @@ def local_shard_of(key: str, tensor: torch.Tensor, rank: int) -> LocalShard:
         raise CheckpointError(
             f"tensor {key!r} of a lazy module has no shape yet; call the module once first"
         )
-    if not isinstance(tensor, _DISTRIBUTED):
+    if not is_distributed(tensor):
         # A parameter of a class of its own that is detached is a plain tensor.
         is_bare = not (tensor.requires_grad or isinstance(tensor, torch.nn.Parameter))
         local = tensor if is_bare else tensor.detach()
