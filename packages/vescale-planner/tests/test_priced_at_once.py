@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel import ScheduleName, check_pipeline
+from vescale_parallel import ScheduleName, check_micro_batches, check_pipeline
 from vescale_planner import Cluster, _runnable, generate_plan
+from vescale_planner._search.ranking import SearchResult
 from vescale_planner._search.search import Search
+from vescale_planner._sequences import with_sequence
 from vescale_planner._space.candidates import Candidate
 from vescale_planner._space.layouts import Layout
 from vescale_planner._workload import workload_of
@@ -121,3 +123,57 @@ def test_few_pipelines_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_runnable, "check_pipeline", counted)
     generate_plan(Net(), world_size=64, cluster=H100, example_batch=IDS)
     assert len(tried) <= 2
+
+
+def test_whether_rows_are_apart_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def counted(plan: Any, *given: Any) -> None:
+        asked.append(plan.pipeline_parallel.size)
+        check_micro_batches(plan, *given)
+
+    monkeypatch.setattr(_runnable, "check_micro_batches", counted)
+    cut = {"batch.gradient_accumulation": 2, "data_parallel.zero_stage": 0}
+    plan = generate_plan(Net(), cut, world_size=4, cluster=H100, example_batch=IDS)
+    assert plan.pipeline_parallel.size == 1
+    assert any(each.startswith("next: ") and "pipeline" in each for each in plan.reasons)
+    assert asked == [1]
+    # One that is returned is asked as well, of what has gradients.
+    asked.clear()
+    piped = {**cut, "pipeline_parallel.size": 2}
+    generate_plan(Net(), piped, world_size=4, cluster=H100, example_batch=IDS)
+    assert asked == [2]
+
+
+@pytest.mark.parametrize("cuts_more", [False, True])
+def test_what_a_sequence_cuts_alike_is_priced_once(
+    cuts_more: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = {"layers.*.weight": "Shard(0)", "head.<out>": "Shard(-1)"}
+    in_sequence = {**plan, "layers.0.<in>": "Replicate() -> Shard(1)"}
+    if cuts_more:
+        in_sequence["head.weight"] = "Shard(0)"
+    priced, made = search(tensor_parallel__size=2), list[Search]()
+    num_priced: list[int] = []
+    scored, under = Search.scored, Search.under
+
+    def counted(self: Search, candidates: Any) -> Any:
+        plans = list(candidates)
+        num_priced.append(len(plans))
+        return scored(self, plans)
+
+    def found(self: Search, *given: Any, **more: Any) -> Search:
+        made.append(under(self, *given, **more))
+        made[0].shard(2, in_sequence)
+        return made[0]
+
+    monkeypatch.setattr(Search, "scored", counted)
+    monkeypatch.setattr(Search, "under", found)
+    every = priced.run(8)
+    num_priced.clear()
+    result = with_sequence(priced, SearchResult(fits=(), too_large=every.fits, rejected=()))
+    assert result is not None
+    best = result[1].fits[0]
+    assert best.search is made[0]
+    assert best == made[0].score(best.candidate)
+    assert num_priced[1:2] == [len(result[1].fits) if cuts_more else 0]

@@ -1,11 +1,17 @@
 """What tensor parallelism cuts, and the proof that it may."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vescale_parallel import propose_sharding, tensor_parallel_plan
+from vescale_parallel._auto_sharding import subject
+from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
+from vescale_parallel._verify.dry_runs import DryRuns
+from vescale_parallel._verify.equivalence import CheckResult, check_plan
 
 
 class Gated(nn.Module):
@@ -180,3 +186,27 @@ def test_blocks_too_large_to_run_are_proven_on_a_small_model_of_their_class() ->
     assert plan["model.embed_tokens.weight"] == "Shard(0)"
     assert plan["model.layers.*.self_attn.o_proj.weight"] == "Shard(1)"
     assert plan["model.layers.5.<out>"] == "Shard(1) -> Replicate()"
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_plan_whose_likeliest_places_are_right_is_proven_once(
+    sequence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64,
+    )  # fmt: skip
+    proven: list[TensorSharding] = []
+
+    def counted(runs: DryRuns, sharding: TensorSharding, **how: Any) -> CheckResult:
+        proven.append(sharding)
+        return check_plan(runs, sharding, **how)
+
+    monkeypatch.setattr(subject, "check_plan", counted)
+    model, ids_BS = LlamaForCausalLM(config), torch.zeros(2, 8, dtype=torch.long)
+    batch = {"input_ids": ids_BS, "labels": ids_BS}
+    plan = tensor_parallel_plan(model, "auto", 2, sequence=sequence, example_batch=batch)
+    assert ("model.layers.2.<out>" in plan) is sequence
+    assert len(proven) == 1

@@ -56,11 +56,17 @@ def runnable(
         result, returned = _proven(result, search, num_returned)
         if not returned:
             break  # no size of tensor parallelism was proven that others were priced by
-        named = [each for each in runners_up(result) if each.candidate.layout.pp > 1][:1]
-        for each in (*returned, *named):
+        for each in returned:
             kind = _kind(each.candidate)
             if kind not in tried:
-                tried[kind] = _refusal(fill_in(each), search, kind)
+                plan = fill_in(each)
+                tried[kind] = _refusal(plan, search, kind) or _refusal_in_parts(plan, search)
+        for each in runners_up(result):
+            kind = _kind(each.candidate)
+            if each.candidate.layout.pp > 1:
+                if kind not in tried and (why := _refusal_of_named(fill_in(each), search, kind)):
+                    tried[kind] = why
+                break
         none = _refuses_all(tried) and not is_pipeline_asked_for(search.constraints)
         kept = [
             each
@@ -112,7 +118,10 @@ def _kind(candidate: Candidate) -> _Kind:
 
 
 def _refusal(plan: ParallelPlan, search: Search, kind: _Kind) -> str:
-    """Return why the runtime would refuse a plan of a kind, or why that is not known."""
+    """Return why the runtime would refuse a plan of a kind, or why that is not known.
+
+    Of rows that run in parts see :func:`_refusal_in_parts`.
+    """
     try:
         check_supported(plan, search.model)
         planned_experts(plan, search.model)
@@ -125,7 +134,20 @@ def _refusal(plan: ParallelPlan, search: Search, kind: _Kind) -> str:
             search.pipelines[kind] = _refusal_of_pipeline(plan, search)
         if search.pipelines[kind]:
             return search.pipelines[kind]
-    return _refusal_in_parts(plan, search)
+    return ""
+
+
+def _refusal_of_named(plan: ParallelPlan, search: Search, kind: _Kind) -> str:
+    """Return why the runtime would refuse a pipeline that is not returned, only named.
+
+    To see whether rows depend on each other the model is run on several batches, forward and
+    backward, which takes as long as to prove a sharding plan. Ranks that accumulate were asked
+    that of every number that a model makes; a pipeline is asked of those with gradients, so that
+    little is left that it alone would be refused for.
+    """
+    refused = _refusal(plan, search, kind)
+    are_apart = search.in_parts.get(False) == ""
+    return refused if refused or are_apart else _refusal_in_parts(plan, search)
 
 
 def _refusal_in_parts(plan: ParallelPlan, search: Search) -> str:

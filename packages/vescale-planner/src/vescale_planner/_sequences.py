@@ -8,12 +8,14 @@ slice then, too, which a loop may not expect: chosen where no other plan fits, e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ._prices.cost import seconds
 from ._search.ranking import TIE, ScoredCandidate, SearchResult, ranked
 from ._search.search import Search
+from ._space.candidates import Candidate
 
 # Ranks that share a sequence; fewer tokens a rank than these make products of matrices slow.
 _SIZES, _FEWEST_TOKENS = (2, 4, 8, 16), 1024
@@ -45,15 +47,37 @@ def with_sequence(search: Search, result: SearchResult) -> tuple[Search, SearchR
         if each.candidate.layout.tp > 1 and each.needed_bytes <= most
     ]
     candidates = [each.candidate for each in sorted(every, key=_speed)[:_PRICED_AGAIN]]
-    likely = search.divided(search.with_sequence().scored(candidates), ())
+    priced = search.with_sequence()
+    likely = search.divided(priced.scored(candidates), ())
     if not is_faster(likely, result):
         return None
     found = search.under({**given, "tensor_parallel.sequence": True}, keeps_sharding=False)
     if isinstance(found.sharding(likely.fits[0].candidate.layout.tp), str):
         return None
-    fastest = found.scored(each.candidate for each in likely.fits[:_PROVEN])
+    fastest = _priced_again(likely.fits[:_PROVEN], priced, found)
     own = found.divided([*fastest, *likely.too_large], result.rejected)
     return (found, own) if is_faster(own, result) else None
+
+
+def _priced_again(
+    scored: Sequence[ScoredCandidate], before: Search, search: Search
+) -> list[ScoredCandidate]:
+    """Predict candidates by the sharding plan of another search, if that cuts anything else.
+
+    With a sequence plans say more than without, but mostly cut the same: then prices are equal.
+    """
+
+    @functools.cache
+    def is_cut_alike(tp: int, ep: int) -> bool:
+        return before.parts_of(tp, ep) == search.parts_of(tp, ep)
+
+    alike, others = list[ScoredCandidate](), list[Candidate]()
+    for each in scored:
+        if is_cut_alike(each.candidate.layout.tp, each.candidate.layout.ep):
+            alike.append(replace(each, search=search))
+        else:
+            others.append(each.candidate)
+    return alike + search.scored(others)
 
 
 def is_faster(one: SearchResult, other: SearchResult) -> bool:

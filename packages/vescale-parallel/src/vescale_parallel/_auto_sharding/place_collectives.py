@@ -102,18 +102,33 @@ def place_collectives(
         needs_values = True  # the model as one region is left
     subject = Subject(runs, size, needs_values)
     kept, refused = _as_it_is(subject, groups), dict[str, str]()
-    try:
-        result = subject.result_of(_together(kept))
-    except DryRunError:
-        raise  # no other borders would help
-    except ValueError:
-        kept, refused, result = _other_borders(subject, groups, kept, sequence=sequence)
-    if sequence:
-        plan = _in_sequence(subject, kept)
-    else:
-        plan = _together(kept) | ({} if result is None else _grad_marks(model, result))
+    plan = _likeliest_in_sequence(subject, kept) if sequence else None
+    if plan is None:
+        try:
+            result = subject.result_of(_together(kept))
+        except DryRunError:
+            raise  # no other borders would help
+        except ValueError:
+            kept, refused, result = _other_borders(subject, groups, kept, sequence=sequence)
+        if sequence:
+            plan = _in_sequence(subject, kept)
+        else:
+            plan = _together(kept) | ({} if result is None else _grad_marks(model, result))
     form = CallForms(model).form(*bind(model, runs.batch))
     return ShardingProposal(plan=plan, left_whole=refused, proven_call=form)
+
+
+def _likeliest_in_sequence(subject: Subject, kept: Kept) -> dict[str, str] | None:
+    """Return the first plan that :func:`_in_sequence` would try if it is right, else None.
+
+    It mostly is, and says more than a proof of the same groups without a sequence, which is made
+    to see which of them can be sharded where it is not.
+    """
+    try:
+        likeliest = next(_plans_in_sequence(subject, kept), None)
+        return None if likeliest is None else _proven_in_sequence(subject, likeliest)
+    except ValueError:
+        return None
 
 
 def _refused_sequence(error: DryRunError) -> str:
@@ -267,6 +282,28 @@ def _in_sequence(subject: Subject, kept: Kept) -> dict[str, str]:
     is taken. Only then are gradients of what blocks get beside the sequence summed, and layers
     that stay whole surrounded by all-gathers, which cost more.
     """
+    why = ""
+    for plan in _plans_in_sequence(subject, kept):
+        try:
+            return _proven_in_sequence(subject, plan)
+        except ValueError as error:
+            why = why or str(error)
+    raise ValueError(
+        "tensor_parallel.sequence: no way was found to shard activations between the blocks of "
+        f"{type(subject.model).__name__} along dim 1; leave it out ({why})"
+    )
+
+
+def _proven_in_sequence(subject: Subject, plan: Mapping[str, str]) -> dict[str, str]:
+    return {**plan, **_grad_marks(subject.model, subject.result_of(plan))}
+
+
+def _plans_in_sequence(subject: Subject, kept: Kept) -> Iterator[dict[str, str]]:
+    """Yield the plans that :func:`_in_sequence` tries, likeliest first.
+
+    Raises:
+        ValueError: If there are no blocks to pass activations between.
+    """
     model = subject.model
     stacks = [
         stack
@@ -290,7 +327,6 @@ def _in_sequence(subject: Subject, kept: Kept) -> dict[str, str]:
         else:
             base |= plan  # outside of blocks activations are whole
     options = [list(sequence_borders(model, together)) for together in by_holder(model, inside)]
-    why = ""
     whole = around_whole_layers(model, stacks, kept)
     given = summed_arguments(model, stacks, subject.runs.blocks())
     ways = ({}, given, whole, given | whole)
@@ -299,13 +335,4 @@ def _in_sequence(subject: Subject, kept: Kept) -> dict[str, str]:
             plan = base | around
             for part in chosen:
                 plan |= part
-            try:
-                result = subject.result_of(plan)
-            except ValueError as error:
-                why = why or str(error)
-                continue
-            return plan | _grad_marks(model, result)
-    raise ValueError(
-        "tensor_parallel.sequence: no way was found to shard activations between the blocks of "
-        f"{type(model).__name__} along dim 1; leave it out ({why})"
-    )
+            yield plan

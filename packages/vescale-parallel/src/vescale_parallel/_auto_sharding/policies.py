@@ -151,7 +151,7 @@ def _of_smaller(
     # It may be large itself: what divides by many ranks has a size.
     found = _propose_as_it_is(smaller, example_of(smaller), policy, size, sequence=sequence)
     try:
-        plan = _with_own_lengths(found.plan, shortened(model), size)
+        plan = _with_own_lengths(found.plan, model, size)
         plan = plan_of_scaled_down(plan, smaller, model)
         check_counts(model, shard(plan, model, size))
     except (ValueError, ObservationError):
@@ -159,13 +159,11 @@ def _of_smaller(
     return replace(found, plan=plan)
 
 
-def _with_own_lengths(
-    plan: Mapping[str, str], short: nn.Module | None, size: int
-) -> dict[str, str]:
+def _with_own_lengths(plan: Mapping[str, str], model: nn.Module, size: int) -> dict[str, str]:
     """Return a scaled-down model's plan with parts as long as they are in the model itself.
 
     Sizes are scaled down by factors of their own, so that parts may differ in length which do not
-    in the scaled-down model. What they are is seen in a forward of ``short``.
+    in the scaled-down model. What they are is seen in a forward of the model with few layers.
 
     Raises:
         ValueError: If parts that differ in length are not found there.
@@ -175,7 +173,7 @@ def _with_own_lengths(
     if not packed:
         return dict(plan)
     own: dict[str, Placement] = {}
-    if short is not None:
+    if (short := shortened(model)) is not None:
         batch = example_of(short)
         found = find_candidates(short, batch, size, trace=_axes(short, batch)).chosen
         own = {fqn: each for cut in found for fqn, each in cut.parameters.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -30,6 +31,12 @@ def skeleton(model: nn.Module, fake_mode: FakeTensorMode, values: KnownValues) -
             if id(tensor) not in memo:
                 memo[id(tensor)] = _fake(tensor, fake_mode, values)
                 originals.append(tensor)
+        # Of the dicts of a module most are of hooks that nobody added, a dozen: deepcopy takes
+        # longer to copy these, one by one, than all else.
+        for held in vars(module).values():
+            if type(held) is OrderedDict and not held:
+                memo[id(held)] = OrderedDict[Any, Any]()
+                originals.append(held)
     memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
     try:
         return deep_copied(model, memo)

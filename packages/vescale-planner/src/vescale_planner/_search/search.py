@@ -214,12 +214,8 @@ class Search:
     def _scored_group(self, group: list[Candidate]) -> Iterator[ScoredCandidate]:
         columns, ranks, numerics = columns_of(group), self._ranks_of(group[0]), self.numerics
         steps = step_costs(columns, ranks, self.cluster, numerics=numerics).step
-        totals = peaks(
-            columns,
-            ranks,
-            numerics=numerics,
-            output_bytes=self.workload.output_bytes,
-        )
+        output_bytes = self.workload.output_bytes
+        totals = peaks(columns, ranks, numerics=numerics, output_bytes=output_bytes)
         needed = needed_of_all(totals, self.cluster)
         for each, step, nbytes in zip(group, steps.tolist(), needed.tolist(), strict=True):
             yield ScoredCandidate(
@@ -360,7 +356,7 @@ class Search:
             starts = self.starts(candidate)
             style = rule_of(candidate.schedule).style
             placement = StagePlacement(layout.pp, candidate.virtual_stages, style)
-            parts = self._parts_of(layout.tp, layout.ep)
+            parts = self.parts_of(layout.tp, layout.ep)
             self._ranks[key] = pipeline_ranks(self.workload, parts, starts, placement)
         return self._ranks[key]
 
@@ -371,7 +367,8 @@ class Search:
         sizes = tp, candidate.layout.ep, pp, candidate.virtual_stages
         return (*sizes, style, *self._decides_stages(candidate))
 
-    def _parts_of(self, tp: int, ep: int) -> tuple[LocalPart, ...]:
+    def parts_of(self, tp: int, ep: int) -> tuple[LocalPart, ...]:
+        """Return all parts of the model as ranks of tensor and expert parallelism have them."""
         if (tp, ep) not in self._parts:
             sharding = self.likely_sharding(tp)
             assert not isinstance(sharding, str)
