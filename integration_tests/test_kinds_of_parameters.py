@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+import vescale
 from vescale_testing import World
 
 from .plans import TP, Constraints
@@ -136,13 +137,28 @@ def test_parameters_of_all_kinds(world2: World, plan: str, kind: str) -> None:
     right(world2, functools.partial(trained, kind), PLANS[plan])
 
 
-def tied_by_data(constraints: Constraints) -> None:
-    model = Model("scalars")
-    model.blocks[3].up.weight.data = model.blocks[0].up.weight.data
-    Run(constraints).start(model)
+class TiedByData(Model):
+    def __init__(self) -> None:
+        super().__init__("scalars")
+        self.blocks[3].up.weight.data = self.blocks[0].up.weight.data
 
 
+class TiedByViews(Model):
+    def __init__(self) -> None:
+        super().__init__("scalars")
+        self.blocks[3].up.weight = nn.Parameter(self.blocks[0].up.weight.data)
+
+
+def start(constraints: Constraints, tied: Callable[[], Model], *, deferred: bool) -> None:
+    Run(constraints).start(vescale.deferred_init(tied) if deferred else tied())
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("tied", [TiedByData, TiedByViews])
 @pytest.mark.parametrize("plan", ["dp", "tp"])
-def test_parameters_that_are_tied_by_their_memory_are_refused(world2: World, plan: str) -> None:
+def test_parameters_that_are_tied_by_their_memory_are_refused(
+    world2: World, plan: str, tied: Callable[[], Model], deferred: bool
+) -> None:
     message = r"'blocks.0.up.weight' is trained, and 'blocks.3.up.weight' is another tensor in"
-    check(world2, ValueError, message, tied_by_data, PLANS[plan])
+    refused = functools.partial(start, deferred=deferred)
+    check(world2, ValueError, message, refused, PLANS[plan], tied)

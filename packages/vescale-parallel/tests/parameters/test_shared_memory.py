@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.utils import spectral_norm, vector_to_parameters
 
-import vescale_deferred
 from vescale_parallel import refuse_shared_memory
 
 
@@ -73,13 +72,10 @@ def a_diagonal(model: Any) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-@pytest.mark.parametrize(
-    "make", [lambda f: f(), vescale_deferred.deferred_init], ids=["", "deferred"]
-)
 def test_another_tensor_in_the_memory_of_a_parameter_is_named(
-    make: Callable[..., nn.Module], change: Callable[[Any], None], name: str
+    change: Callable[[Any], None], name: str
 ) -> None:
-    model = make(lambda: Model(change))
+    model = Model(change)
     with pytest.raises(ValueError, match=f"'one.weight' is trained, and {re.escape(repr(name))}"):
         refuse_shared_memory(model)
 
@@ -119,6 +115,10 @@ def copied(model: Any) -> None:
     model.register_buffer("target", model.one.weight.detach().clone())
 
 
+def lazy(model: Any) -> None:
+    model.one = nn.LazyLinear(4)
+
+
 def expanded(model: Any) -> None:
     model.register_buffer("positions", torch.arange(4).expand(3, 4))
     model.register_buffer("more", model.positions)
@@ -126,7 +126,7 @@ def expanded(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [tied, listed, frozen, columns, rows, one_vector, normed, copied, expanded],
+    [tied, listed, frozen, columns, rows, one_vector, normed, copied, lazy, expanded],
     ids=lambda change: change.__name__,
 )
 def test_what_has_memory_of_its_own_or_is_one_parameter_is_taken(

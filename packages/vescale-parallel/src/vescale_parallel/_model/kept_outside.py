@@ -81,7 +81,9 @@ class KeptOutside:
         if not isinstance(function, FunctionType) or id(function) in self._visited:
             return
         self._visited.add(id(function))
-        if _is_library(function.__module__):
+        self._functions.append(getattr(function, "__wrapped__", None))
+        # A wrapper says that it is of the module of what it wraps; its code is not.
+        if any(map(_is_library, (function.__module__, function.__globals__.get("__name__")))):
             return
         names = {*names_of_code(function.__code__)}
         for name in names & function.__globals__.keys():
@@ -93,7 +95,6 @@ class KeptOutside:
             self._keep_cell(name, cell, names)
         for value in function.__defaults__ or ():
             self._keep("a default", value, names)
-        self._functions.append(getattr(function, "__wrapped__", None))
 
     def _keep(self, name: str, value: Any, names: set[str]) -> None:
         """Keep what a name stands for, as far as code with these names can change it."""

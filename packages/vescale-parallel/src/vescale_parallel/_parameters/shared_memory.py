@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from vescale_parallel._model.copies import tensors_in_attributes
 
@@ -28,7 +29,7 @@ def refuse_shared_memory(model: nn.Module) -> None:
     trained = {id(p): fqn for fqn, p in model.named_parameters() if p.requires_grad}
     of_storages: defaultdict[object, list[tuple[str, Tensor]]] = defaultdict(list)
     for fqn, x in _tensors(model):
-        if x.layout == torch.strided and x.numel():
+        if not is_lazy(x) and x.layout == torch.strided and x.numel():
             of_storages[x.untyped_storage()].append((fqn, x))
     for tensors in of_storages.values():
         for fqn, x in tensors:

@@ -35,7 +35,8 @@ def skeleton(model: nn.Module, fake_mode: FakeTensorMode, values: KnownValues) -
         # longer to copy these, one by one, than all else.
         for held in vars(module).values():
             if type(held) is OrderedDict and not held:
-                memo[id(held)] = OrderedDict[Any, Any]()
+                empty: OrderedDict[Any, Any] = OrderedDict()
+                memo[id(held)] = empty
                 originals.append(held)
     memo[id(memo)] = originals  # what deepcopy does to keep ids from being reused
     try:
