@@ -181,12 +181,19 @@ class _Watch(TorchFunctionMode):
 
 
 def _is_own(frame: FrameType | None) -> bool:
-    """Whether this project reads, as it does while it compares, not code of the model."""
-    package = "torch"
-    while frame is not None and package == "torch":
+    """Whether this project reads, as it does while it compares, not code of the model.
+
+    What modes do for that code, which see its calls before this one does, is not what counts.
+    """
+    is_own = False
+    while frame is not None:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package.startswith("vescale"):
+            is_own = frame.f_code.co_name != "__torch_function__"
+        elif package != "torch":
+            break
         frame = frame.f_back
-    return package.startswith("vescale")
+    return is_own
 
 
 def _is_float(x: Any) -> bool:
