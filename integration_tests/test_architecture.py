@@ -58,9 +58,6 @@ def test_files_are_short(package: str) -> None:
         assert num_lines <= MAX_FILE_LINES, (file, num_lines)
 
 
-@pytest.mark.by_day(
-    "vescale", "vescale_ckpt", "vescale_deferred", "vescale_dtensor", "vescale_planner"
-)
 @of_packages
 def test_functions_fit_a_screen(package: str) -> None:
     for file in _files(package):

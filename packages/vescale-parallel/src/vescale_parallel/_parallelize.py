@@ -236,10 +236,9 @@ def _change(
     recompute_blocks(model, run_here, modes, as_now, plan.recompute_keep, rows.prepare)
     parameters = planned_zero_state(plan, model, mesh, params, units)
     leave_in_blocks(model, run_here)
-    guards = proofs, sequence
-    hooks = planned_hooks(model, mesh, boundary, guards, sliced, context)
-    parts = (parameters, (*guards, *hooks), rows, rng, lift, stages, staging, draws, context)
-    engine = planned_engine(plan, model, mesh, *parts)
+    hooks = planned_hooks(model, mesh, boundary, proofs, sequence, sliced, context)
+    parts = (parameters, (proofs, sequence, *hooks), rows, rng, lift, stages, staging, draws)
+    engine = planned_engine(plan, model, mesh, *parts, context)
     engine.completed = engine.completed if sequence is None else sequence.completed
     if plan.data_parallel.size > 1 or stages is not None or sliced is not None:
         refuse_parts(model, blocks, lambda: engine.is_running)
@@ -247,8 +246,7 @@ def _change(
         model.register_forward_hook(engine.logits.plain_results, prepend=True)
     if sliced is not None:
         sliced.behind.returns_all |= plan.pipeline_parallel.outputs is not None
-        last = None if stages is None else stages.blocks[-1]
-        sliced.behind.finish_calls(model, lambda: bool(rows.coupling.regions), last)
+        sliced.behind.finish_calls(model, rows.are_coupled, stages and stages.blocks[-1])
     if loader is not None:
         engine.is_at_uneven = lambda: loader.is_at_uneven
     give_engine(model, engine)

@@ -70,6 +70,10 @@ class BatchRows:
         if self._regions is not None:
             self._regions.prepare(model, fqns)
 
+    def are_coupled(self) -> bool:
+        """Whether some rows of the call that runs depend on others."""
+        return bool(self.coupling.regions)
+
     def are_coupled_in(self, fqn: str) -> bool:
         """Whether a module computes over the rows of all ranks in what runs now."""
         return self._regions is not None and self._regions.coupling.is_within(fqn)

@@ -111,7 +111,8 @@ def planned_hooks(
     model: nn.Module,
     mesh: DeviceMesh,
     boundary: Boundary | None,
-    guards: tuple[FindsParts | None, FindsSlices | None],
+    layouts: FindsParts | None,
+    slices: FindsSlices | None,
     sliced: SlicedBlocks | None,
     context: dist.ProcessGroup | None,
 ) -> list[ProvesCalls]:
@@ -121,13 +122,14 @@ def planned_hooks(
         model: The model, changed as a plan says.
         mesh: The plan's.
         boundary: That activations cross between tensor-parallel ranks.
-        guards: What knows how they lie over these, and over ranks that share a sequence.
+        layouts: Knows how they lie over these.
+        slices: Knows how they lie over ranks that share a sequence.
         sliced: Blocks that compute on slices.
         context: The ranks that share a sequence.
     """
     axes: list[tuple[Axis, AgreedHooks]] = []
     found: list[ProvesCalls] = []
-    group, (layouts, slices) = axis_group(mesh, "tp"), guards
+    group = axis_group(mesh, "tp")
     if group is not None and boundary is not None and layouts is not None:
         axes.append((OverTensorParallel(boundary.ranks, layouts), AgreedHooks(group)))
         found.append(KeptByForward(model, mesh["tp"], boundary.ranks, layouts))
