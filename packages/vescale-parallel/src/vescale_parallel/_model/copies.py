@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,13 @@ from vescale_parallel._torch_private import pytree
 # transformers', that keep outputs of modules for the model's own forward.
 _COLLECTS = "transformers.utils.output_capturing"
 _NOT_OF_USERS = ("torch.", "vescale.", "vescale_")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Where torch keeps hooks, and which of them are called otherwise.
+_HOOKS = {
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_backward_hooks": (),
+    "_backward_pre_hooks": (),
+}
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _FLAGS = (bool, int, float, str, type(None))
 
@@ -35,18 +41,49 @@ def copied_without_hooks(
     as an attribute.
 
     Neither the tensors nor what hooks refer to is copied. Hooks that forward needs stay: those of
-    torch that compute weights, as of torch.nn.utils.weight_norm, and those of
-    :func:`collects_outputs`.
+    torch that compute weights, as of torch.nn.utils.weight_norm, those of
+    :func:`collects_outputs`, and the model's own.
     """
-    memo: dict[int, object] = {id(p): make_parameter(p) for p in module.parameters()}
+    memo: dict[int, Any] = {id(p): make_parameter(p) for p in module.parameters()}
     for each in module.modules():
         for tensor in tensors_of(each):
             if id(tensor) not in memo:
                 memo[id(tensor)] = make_buffer(tensor)
-        for name in _HOOKS:
-            if name in vars(each):
-                memo[id(vars(each)[name])] = _without_users(vars(each)[name])
-    return deep_copied(module, memo)
+    return copied_with_hooks(module, memo, _is_of_forward)
+
+
+def copied_with_hooks(
+    module: nn.Module, memo: dict[int, Any], keeps: Callable[[Any], bool] = lambda hook: True
+) -> nn.Module:
+    """Copy a module by ``memo``, with its own hooks on the copy and some others, which it shares.
+
+    A module that registers a method of its own as a hook, to read in forward what a layer within
+    it returned, needs it to put that into the copy.
+    """
+    for hooks in _hooks_of(module):
+        memo[id(hooks)] = OrderedDict[int, Any]()
+    copied = deep_copied(module, memo)
+    within = {id(each) for each in module.modules()}
+    for hooks in _hooks_of(module):
+        for key, hook in hooks.items():
+            if is_of_module(hook, within):
+                memo[id(hooks)][key] = _on_copies(hook, memo)
+            elif keeps(hook):
+                memo[id(hooks)][key] = hook
+    return copied
+
+
+def give_own_hooks(copied: nn.Module, model: nn.Module) -> None:
+    """Put hooks on a copy that modules of a model have added since it was made, in place."""
+    of_copy: dict[int, Any] = {id(live): each for each, live in pairs(copied, model)}
+    for each, live in pairs(copied, model):
+        for name, marks in _HOOKS.items():
+            for key, hook in vars(live)[name].items():
+                if key not in vars(each)[name] and is_of_module(hook, of_copy):
+                    vars(each)[name][key] = _on_copies(hook, of_copy)
+                    for mark in marks:
+                        if key in vars(live)[mark]:
+                            vars(each)[mark][key] = True
 
 
 def on_meta(tensor: Tensor) -> Tensor:
@@ -98,10 +135,11 @@ def discard(copied: nn.Module) -> None:
 
 def drop_hooks(module: nn.Module) -> None:
     """Remove the hooks of users from a copy, and from the modules in it."""
-    for each in module.modules():
-        for name in _HOOKS:
-            if name in vars(each):
-                vars(each)[name] = _without_users(vars(each)[name])
+    within = {id(each) for each in module.modules()}
+    for hooks in _hooks_of(module):
+        for key, hook in list(hooks.items()):
+            if not (_is_of_forward(hook) or is_of_module(hook, within)):
+                del hooks[key]
 
 
 def hooks_of_users(module: nn.Module) -> list[Any]:
@@ -126,13 +164,42 @@ def collects_outputs(hook: object) -> bool:
     return getattr(hook, "__module__", None) == _COLLECTS
 
 
-def _without_users(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    own = ((i, hook) for i, hook in hooks.items() if _is_of_forward(hook))
-    return OrderedDict(own)
+def _hooks_of(module: nn.Module) -> Iterator[MutableMapping[int, Any]]:
+    held = (vars(each).get(name) for each in module.modules() for name in _HOOKS)
+    return (hooks for hooks in held if hooks is not None)
 
 
 def _is_of_forward(hook: object) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.") or collects_outputs(hook)
+
+
+def is_of_module(hook: Any, within: Container[int]) -> bool:
+    """Whether a hook is a method of some module, or a function that is made in one."""
+    if isinstance(hook, functools.partial):
+        return is_of_module(hook.func, within)
+    if isinstance(hook, types.MethodType):
+        return id(hook.__self__) in within
+    held = [cell.cell_contents for cell in _cells(hook) if _is_filled(cell)]
+    return any(id(each) in within and _is_made_by(hook, type(each)) for each in held)
+
+
+def _is_made_by(function: Any, cls: type) -> bool:
+    return any(
+        function.__module__ == base.__module__
+        and function.__qualname__.startswith(f"{base.__qualname__}.")
+        for base in cls.__mro__
+    )
+
+
+def _on_copies(hook: Any, memo: dict[int, Any]) -> Any:
+    """Return a hook of a module as the hook of its copy."""
+    if isinstance(hook, functools.partial):
+        args = (memo.get(id(each), each) for each in hook.args)
+        by_name = {name: memo.get(id(each), each) for name, each in hook.keywords.items()}
+        return functools.partial(_on_copies(hook.func, memo), *args, **by_name)
+    if isinstance(hook, types.MethodType):
+        return types.MethodType(hook.__func__, memo[id(hook.__self__)])
+    return _rebound(hook, memo)
 
 
 def tensors_in_attributes(model: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -172,11 +239,16 @@ def deep_copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Mod
     for _, _, tensor in tensors_in_attributes(module):
         if type(tensor) is Tensor and tensor.grad_fn is not None and id(tensor) not in memo:
             memo[id(tensor)] = tensor.detach().clone()
+    within = {id(each) for each in module.modules()}
     copied: nn.Module = copy.deepcopy(module, memo)
     for each in copied.modules():
         for name, value in list(vars(each).items()):
             if isinstance(value, types.FunctionType):
                 vars(each)[name] = _rebound(value, memo)
+            elif name in _HOOKS and value:
+                for key, hook in value.items():
+                    if _is_function(hook) and is_of_module(hook, within):
+                        value[key] = _rebound(hook, memo)
             elif isinstance(value, list | tuple) and any(map(_is_function, value)):
                 values = [_rebound(v, memo) if _is_function(v) else v for v in value]
                 vars(each)[name] = type(value)(values)
@@ -189,7 +261,7 @@ def _is_function(value: object) -> bool:
 
 def _rebound(function: Any, memo: dict[int, Any]) -> Any:
     """Return a function whose closure and defaults have the copies of what was copied."""
-    closure = cast("tuple[types.CellType, ...]", function.__closure__ or ())
+    closure = _cells(function)
     defaults = cast("tuple[Any, ...]", function.__defaults__ or ())
     by_name = cast("dict[str, Any]", function.__kwdefaults__ or {})
     held = [cell.cell_contents for cell in closure if _is_filled(cell)]
@@ -220,6 +292,10 @@ def _holds_copied(value: Any, memo: Mapping[int, Any]) -> bool:
     if isinstance(value, list | tuple | dict):
         parts += pytree.tree_leaves(value)
     return any(id(each) in memo for each in parts)
+
+
+def _cells(function: Any) -> tuple[types.CellType, ...]:
+    return getattr(function, "__closure__", None) or ()
 
 
 def _is_filled(cell: types.CellType) -> bool:

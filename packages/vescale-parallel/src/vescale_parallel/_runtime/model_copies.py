@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from vescale_dtensor import Box, DTensor
 from vescale_parallel._model.copies import (
-    deep_copied,
+    copied_with_hooks,
     meta_parameter,
     on_meta,
     tensors_in_attributes,
 )
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -41,7 +40,7 @@ class ModelCopies:
             memo: dict[int, Any] = {id(t): t for _, _, t in tensors_in_attributes(model)}
             memo |= {id(p): meta_parameter(p) for p in model.parameters()}
             memo |= {id(buffer): on_meta(buffer) for buffer in model.buffers()}
-            self._before = _copied(model, memo)
+            self._before = copied_with_hooks(model, memo)
         # Arbitrary attributes of a user's modules: locks, files, process groups.
         except Exception as error:
             self._why_not = f"{type(error).__name__}: {error}"
@@ -61,20 +60,11 @@ class ModelCopies:
         theirs = dict(model.named_buffers(remove_duplicate=False))
         for fqn, buffer in self._before.named_buffers(remove_duplicate=False):
             memo[id(buffer)] = theirs[fqn].detach().clone()
-        made = _copied(self._before, memo)
+        made = copied_with_hooks(self._before, memo)
         self._change(made, _read)
         object.__setattr__(made, "_vescale_copies", self)
         _take_values(made, model)
         return made
-
-
-def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy modules; their hooks are shared, as functions are."""
-    for each in model.modules():
-        for name in _HOOKS:
-            if (hooks := vars(each).get(name)) is not None:
-                memo[id(hooks)] = type(hooks)(hooks)
-    return deep_copied(model, memo)
 
 
 def _read(tensor: Tensor, box: Box) -> Tensor:

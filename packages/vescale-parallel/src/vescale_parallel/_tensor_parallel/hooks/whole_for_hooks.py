@@ -13,12 +13,20 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any
 
 from torch import nn
 
-from vescale_parallel._model.copies import is_of_user
+from vescale_parallel._model.copies import is_of_module, is_of_user
 from vescale_parallel._model.structures import flattened
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import (
@@ -50,6 +58,7 @@ class WholeForHooks:
     def __init__(self, model: nn.Module, axes: Sequence[tuple[Axis, AgreedHooks]]) -> None:
         self._axes = axes
         self._modules = [(fqn, module) for fqn, module in model.named_modules() if fqn]
+        self._within = {id(module) for module in model.modules()}
         self._told: set[str] = set()
 
     @contextlib.contextmanager
@@ -57,7 +66,7 @@ class WholeForHooks:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
         """Find what hooks see in a call of this form, and run the call inside."""
-        hooked = list(_hooked(self._modules))
+        hooked = list(_hooked(self._modules, self._within))
         of_backward = (each for each in hooked if each[2] in (_BACKWARD, _BEFORE_BACKWARD))
         fqns, backward = (frozenset(fqn for fqn, *_ in each) for each in (hooked, of_backward))
         call = HookedCall(model, args, kwargs, fqns, backward)
@@ -185,8 +194,12 @@ _SLOTS: dict[str, tuple[Slot, ...]] = {
 }
 
 
-def _hooked(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Hooked]:
-    """Yield hooks of users on modules, in an order that ranks share."""
+def _hooked(modules: Iterable[tuple[str, nn.Module]], within: Container[int]) -> Iterator[_Hooked]:
+    """Yield hooks of users on modules, in an order that ranks share.
+
+    Not those that modules registered themselves: they are code of forward, which a plan was
+    compared with one device with.
+    """
     for fqn, module in modules:
         attributes = vars(module)
         for kind in _KINDS:
@@ -194,7 +207,7 @@ def _hooked(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Hooked]:
             if not hooks or (kind == _BACKWARD and not module._is_full_backward_hook):
                 continue
             for key, hook in list(hooks.items()):
-                if is_of_user(hook):
+                if is_of_user(hook) and not is_of_module(hook, within):
                     yield fqn, module, kind, key, hook
 
 

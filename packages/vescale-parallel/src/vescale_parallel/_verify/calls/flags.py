@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_parallel._model.copies import pairs
+from vescale_parallel._model.copies import give_own_hooks, pairs
 
 # By module and attribute.
 Flags = tuple[tuple[str, str, Any], ...]
@@ -55,7 +55,11 @@ class ChangedFlags:
         return tuple(each for each in changed if len(self._values[each[:2]]) <= _MOST_VALUES)
 
     def put_on(self, copied: nn.Module, model: nn.Module) -> None:
-        """Give modules of a copy those that ever changed as they are now, in place."""
+        """Give modules of a copy those that ever changed as they are now, in place.
+
+        And the hooks that they have added to themselves: a flag may say that they have.
+        """
+        give_own_hooks(copied, model)
         modules = dict(copied.named_modules())
         for fqn, name, value in flags_of(model):
             if (fqn, name) in self._values and fqn in modules:
@@ -65,6 +69,7 @@ class ChangedFlags:
 def set_flags(copied: nn.Module, model: nn.Module) -> None:
     """Have the modules of a copy take the ways that those of a model take now, in place."""
     copied.train(model.training)
+    give_own_hooks(copied, model)
     for module, live in pairs(copied, model):
         vars(module).update(
             (name, value)
