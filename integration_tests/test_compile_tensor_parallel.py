@@ -240,6 +240,24 @@ def lengths() -> None:
     loss.backward()
 
 
+def orders_of_hooks() -> list[tuple[list[int], list[int]]]:
+    modules = compiled("tp-sequence").modules()
+    return [
+        ([*hooks], [*dict.keys(hooks)])
+        for module in modules
+        for hooks in (module._forward_pre_hooks, module._forward_hooks)
+    ]
+
+
+@pytest.mark.slow
+def test_hooks_lie_in_the_order_in_which_they_run(world2: World) -> None:
+    # Dynamo of torch 2.11 looks for them by the order of the dict.
+    for orders in world2.run(orders_of_hooks):
+        assert any(len(run) > 1 for run, _ in orders)
+        for run, lie in orders:
+            assert run == lie
+
+
 @pytest.mark.slow
 def test_a_third_length_does_not_compile_collectives_again(world2: World) -> None:
     world2.run(lengths)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 from torch import nn
@@ -90,8 +90,22 @@ class ParallelModule(nn.Module):
 
 def give_engine(model: nn.Module, engine: Engine) -> None:
     """Have the calls of a model go through an engine, in place."""
+    for module in model.modules():
+        _in_order_of_calls(module._forward_pre_hooks)
+        _in_order_of_calls(module._forward_hooks)
     mix_in(model, ParallelModule, _namespace_of(type(model)))
     object.__setattr__(model, "_vescale_engine", engine)
+
+
+def _in_order_of_calls(hooks: MutableMapping[int, Any]) -> None:
+    """Have hooks lie in the order in which they run, in place.
+
+    A hook that is put before others moves within an OrderedDict, but not within the dict that
+    this is. Dynamo of torch 2.11 finds by ``dict.keys`` what it has traced in the other order.
+    """
+    ordered = [*hooks.items()]
+    hooks.clear()
+    hooks.update(ordered)
 
 
 def _namespace_of(cls: type[nn.Module]) -> dict[str, Any]:
