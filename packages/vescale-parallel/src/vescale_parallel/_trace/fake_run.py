@@ -21,6 +21,7 @@ from .fake_tensors import (
     is_float,
     skeleton,
 )
+from .fused_attention import refused_without_heads
 from .generators import untouched_generators
 from .known_values import KnownValues
 
@@ -120,6 +121,7 @@ class FakeRun:
             with (
                 nothing_kept_outside(self.model),
                 untouched_generators(),
+                refused_without_heads(),
                 _Mode(self, listeners),
             ):
                 return self.model(*args, **kwargs)

@@ -1,7 +1,8 @@
-"""Attention as accelerators run it, in a forward on fake tensors of the CPU."""
+"""Attention in a forward on fake tensors of the CPU: as accelerators run it, and refused."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -48,3 +49,29 @@ def _attention(
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, 0.0, is_causal, scale=scale
     )[0]
+
+
+def refused_without_heads() -> contextlib.AbstractContextManager[Any]:
+    """Return the context of a run on shapes that may leave a rank no head of the keys.
+
+    ``F.scaled_dot_product_attention`` divides the number of query heads by that of key heads
+    where these are shared (``enable_gqa``): by zero, a floating-point exception of the process
+    in torch 2.11. A packed projection of few key heads, cut over many ranks, gives that.
+    """
+    return _WithHeads() if torch.__version__ < "2.13" else contextlib.nullcontext()
+
+
+class _WithHeads(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            _check_heads(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _check_heads(
+    query: Tensor, key: Tensor, *_: Any, enable_gqa: bool = False, **options: Any
+) -> None:
+    if enable_gqa and key.dim() > 2 and not key.shape[-3]:
+        raise ValueError(f"attention of {query.shape[-3]} query heads has no key head")
