@@ -103,8 +103,7 @@ class _Found:
 
     def _nearest_weight(self, node: Any) -> str:
         """Return the parameter that the fewest nodes of the graph lie before, behind this one."""
-        todo = deque([node] if hasattr(node, "next_functions") else [])
-        seen = set[Any]()
+        todo, seen = deque([node]), set[Any]()
         while todo:
             each = todo.popleft()
             if each is None or each in seen:
@@ -113,8 +112,17 @@ class _Found:
             name = self._weights.get(id(getattr(each, "variable", None)))
             if name is not None:
                 return name
-            todo += [following for following, _ in each.next_functions]
+            todo += [following for following, _ in _next_functions(each)]
         return ""
+
+
+def _next_functions(node: Any) -> tuple[tuple[Any, int], ...]:
+    """Return what follows a node in backward: nothing if it is none, or in no graph so far."""
+    try:
+        return node.next_functions
+    # Of a context of a function whose forward still runs, torch 2.11 raises a RuntimeError.
+    except (AttributeError, RuntimeError):
+        return ()
 
 
 def _pass_of(names: Mapping[str, Any]) -> str:
