@@ -125,12 +125,42 @@ def planned(model: Callable[[], Probed], run: Run) -> None:
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("place", ["blocks.1", "blocks.1.up"])
-def test_a_plan_that_is_found_shards_around_what_a_hook_keeps(
-    world2: World, how: str, place: str
-) -> None:
-    model = functools.partial(Probed, place, HOW[how])
+def test_a_plan_that_is_found_shards_around_what_a_hook_keeps(world2: World, how: str) -> None:
+    model = functools.partial(Probed, "blocks.1", HOW[how])
     right(world2, functools.partial(planned, model), {TP: 2})
+
+
+class Collecting(Plain):
+    """Has a hook of its own keep what a layer returned for the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.get_submodule("blocks.1.up").register_forward_hook(self.keep)
+
+    def keep(self, _: nn.Module, given: Any, returned: Tensor) -> None:
+        self.kept.append(returned)
+
+
+def penalized(run: Run) -> None:
+    made: Any = Collecting().double()
+    optimizer: Any = sgd(made)
+    if run.constraints is not None:
+        example = (run.part(rows(1)[0]),)
+        plan = vescale.generate_plan(made, run.constraints, world_size=2, example_batch=example)
+        made, optimizer = vescale.parallelize(plan, made, sgd)
+    for batch in rows():
+        loss = made(run.part(batch))
+        kept = made.kept.pop()
+        (loss + 0.1 * kept.square().mean()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(kept)
+    run.finish(made)
+
+
+def test_what_a_hook_of_the_model_keeps_for_the_loop_is_whole(world2: World) -> None:
+    right(world2, penalized, {TP: 2})
 
 
 def copied(run: Run) -> None:

@@ -13,20 +13,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import (
-    Callable,
-    Container,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-    Sequence,
-)
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from vescale_parallel._model.copies import is_of_module, is_of_user
+from vescale_parallel._model.copies import is_of_user
 from vescale_parallel._model.structures import flattened
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._torch_private import (
@@ -58,7 +50,6 @@ class WholeForHooks:
     def __init__(self, model: nn.Module, axes: Sequence[tuple[Axis, AgreedHooks]]) -> None:
         self._axes = axes
         self._modules = [(fqn, module) for fqn, module in model.named_modules() if fqn]
-        self._within = {id(module) for module in model.modules()}
         self._told: set[str] = set()
 
     @contextlib.contextmanager
@@ -66,7 +57,7 @@ class WholeForHooks:
         self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Iterator[None]:
         """Find what hooks see in a call of this form, and run the call inside."""
-        hooked = list(_hooked(self._modules, self._within))
+        hooked = list(_hooked(self._modules))
         of_backward = (each for each in hooked if each[2] in (_BACKWARD, _BEFORE_BACKWARD))
         fqns, backward = (frozenset(fqn for fqn, *_ in each) for each in (hooked, of_backward))
         call = HookedCall(model, args, kwargs, fqns, backward)
@@ -194,12 +185,8 @@ _SLOTS: dict[str, tuple[Slot, ...]] = {
 }
 
 
-def _hooked(modules: Iterable[tuple[str, nn.Module]], within: Container[int]) -> Iterator[_Hooked]:
-    """Yield hooks of users on modules, in an order that ranks share.
-
-    Not those that modules registered themselves: they are code of forward, which a plan was
-    compared with one device with.
-    """
+def _hooked(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[_Hooked]:
+    """Yield hooks of users on modules, in an order that ranks share."""
     for fqn, module in modules:
         attributes = vars(module)
         for kind in _KINDS:
@@ -207,7 +194,7 @@ def _hooked(modules: Iterable[tuple[str, nn.Module]], within: Container[int]) ->
             if not hooks or (kind == _BACKWARD and not module._is_full_backward_hook):
                 continue
             for key, hook in list(hooks.items()):
-                if is_of_user(hook) and not is_of_module(hook, within):
+                if is_of_user(hook):
                     yield fqn, module, kind, key, hook
 
 
