@@ -18,7 +18,7 @@ from . import joint_attention, residuals_outside, written_attention
 from .experts import Trained, adamw
 from .families import InDouble
 from .listed_experts import HIDDEN, OldMixtral
-from .plans import make_plan
+from .plans import SEQUENCE, Constraints, make_plan
 from .training import whole
 
 ROWS, VOCABULARY = 4, 48
@@ -233,7 +233,8 @@ def train(
     if constraints is None:
         optimizer = adamw(model)
     else:
-        model, optimizer = vescale.parallelize(make_plan(constraints), model, adamw)
+        plan = plan_for(model, constraints, batch_of(0, length, kind, rows))
+        model, optimizer = vescale.parallelize(plan, model, adamw)
     losses, norms, grads = list[float](), list[float](), dict[str, Tensor]()
     for step in range(steps):
         batch = rows_of(model, batch_of(step, length + step % 2, kind, rows))
@@ -252,6 +253,13 @@ def train(
         optimizer.zero_grad()
     final = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
     return Trained(losses=losses, grads=grads, norms=norms, parameters=final)
+
+
+def plan_for(model: nn.Module, constraints: Constraints, batch: Any) -> vescale.ParallelPlan:
+    """Return a plan; one that shards sequences between layers is found for the model."""
+    if constraints.get(SEQUENCE) and not hasattr(model, "config"):
+        return vescale.generate_plan(model, constraints, example_batch=batch)
+    return make_plan(constraints)
 
 
 def rows_of(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:

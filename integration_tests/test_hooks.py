@@ -206,10 +206,10 @@ def planned(kind: str, name: str) -> str:
     return plan.to_json()
 
 
-def check(world: World, program: Program, kind: str, name: str) -> None:
+def check(world: World, program: Program, kind: str, plan: str) -> None:
     expected = notes_of(program, kind, None)
     assert any(isinstance(value, Tensor) for _, value in expected)
-    for found in world.run(notes_of, program, kind, planned(kind, name)):
+    for found in world.run(notes_of, program, kind, plan):
         assert [path for path, _ in found] == [path for path, _ in expected]
         for (path, one), (_, other) in zip(found, expected, strict=True):
             if not isinstance(other, Tensor):
@@ -228,7 +228,7 @@ def check(world: World, program: Program, kind: str, name: str) -> None:
 def test_hooks_see_what_one_device_has(
     world2: World, program: Program, kind: str, name: str
 ) -> None:
-    check(world2, program, kind, name)
+    check(world2, program, kind, planned(kind, name))
 
 
 def on_one_rank(plan: str, fqn: str) -> int:
@@ -341,7 +341,7 @@ def kept_gradients(run: Run) -> None:
 def test_hooks_of_any_kind_see_what_one_device_has(
     world2: World, program: Program, kind: str, name: str
 ) -> None:
-    check(world2, program, kind, name)
+    check(world2, program, kind, planned(kind, name))
 
 
 def with_a_global_hook(plan: str) -> list[str]:

@@ -79,6 +79,7 @@ from ._runtime.tell_result import tell_result
 from ._tensor_parallel.apply import install
 from ._tensor_parallel.async_reduce import make_beside
 from ._tensor_parallel.communicators import ProcessRanks
+from ._tensor_parallel.conversion_hooks import shard_in_forward
 from ._tensor_parallel.conversions import Boundary
 from ._tensor_parallel.explain import Applied, said_whole
 from ._tensor_parallel.invariant.boundary import InvariantBoundary
@@ -226,7 +227,7 @@ def _change(
     boundary, lift = _add_collectives(plan, model, mesh, sharding, chunked)
     if plan.compile == "blocks":
         compile_blocks(model, run_here, backend, lambda fqn: rows.are_coupled_in(fqn), boundary)
-    sliced, context = _slice_blocks(plan, model, mesh, sequence, staging)
+    sliced, context = _slice_blocks(plan, model, mesh, sequence, staging, (sharding, boundary))
     rows = _batch_rows(plan, mesh, row_guard, lift, sliced, experts, lists)
     rng = expert_draws.of_model = _add_draws(plan, model, mesh, boundary, forms, sliced)
     for param in params:
@@ -285,12 +286,14 @@ def _slice_blocks(
     mesh: DeviceMesh,
     sequence: ContextGuard | None,
     staging: Staging,
+    parts: tuple[TensorSharding, Boundary | None],
 ) -> tuple[SlicedBlocks | None, dist.ProcessGroup | None]:
     """Have blocks compute on slices; return them, and the ranks that share a sequence."""
     group = context_group(mesh, plan.context_parallel.size)
     if sequence is None or group is None:
         return None, None
-    sliced = sequence.install(model, ContextProcesses(group), compiled=plan.compile != "none")
+    between, ranks = shard_in_forward(model, *parts), ContextProcesses(group)
+    sliced = sequence.install(model, ranks, compiled=plan.compile != "none", between=between)
     staging.enters = sliced.enter
     count_once(model, lambda: sliced.repeats_tokens)
     return sliced, group
@@ -355,7 +358,7 @@ def _add_collectives(
     parts = plan.tensor_parallel.overlap
     beside = make_beside(ProcessRanks(second_group(mesh, "tp"))) if parts > 1 else None
     boundary = Boundary(ProcessRanks(group), even=pipelined, beside=beside, num_parts=parts)
-    install(model, sharding, boundary, keep_cut=keep_cut)
+    install(model, sharding, boundary, keep_cut=keep_cut, with_ends=False)
     if not pipelined:
         boundary.watch(model, sharding.sequence_ends())
     return boundary, lift
@@ -382,8 +385,7 @@ def _batch_rows(
         for each in lists:
             each.rows_of_all = regions
     num_parts = plan.data_parallel.size * plan.num_microbatches
-    stacks = () if sliced is None else sliced.stacks
-    ranks = DataRanks(mesh, context)
+    ranks, stacks = DataRanks(mesh, context), () if sliced is None else sliced.stacks
     return BatchRows(guard, regions, ranks, data_groups(mesh), num_parts, sliced=stacks)
 
 

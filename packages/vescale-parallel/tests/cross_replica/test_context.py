@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_parallel import ParallelPlan, with_constraints
 from vescale_parallel._cross_replica.context.attention.heads import Heads, HeadsAttention
-from vescale_parallel._cross_replica.context.blocks import ShortSequenceError, SlicedBlocks
+from vescale_parallel._cross_replica.context.blocks import SlicedBlocks
 from vescale_parallel._cross_replica.context.guard import ContextGuard
 from vescale_parallel._cross_replica.context.proof import proven_slicing
 from vescale_parallel._cross_replica.context.slices import (
@@ -22,8 +22,7 @@ from vescale_parallel._cross_replica.context.slices import (
     SequenceSlices,
     slice_sizes,
 )
-from vescale_parallel._cross_replica.context.slicing import Slicing
-from vescale_parallel._plan.supported import check_supported
+from vescale_parallel._cross_replica.context.slicing import ShortSequenceError, Slicing
 from vescale_parallel._rng.known_draws import Place
 from vescale_parallel._rng.sharded_rng import ShardedRng
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
@@ -341,14 +340,6 @@ def test_sequences_of_one_position_a_rank_prove_nothing() -> None:
     with pytest.raises(ShortSequenceError, match=r"needs sequences of 12 positions or more"):
         proven_slicing(model, {"ids": ids()}, 6, draws_by=draws_by, training=True)
     assert ContextGuard(model, 6, ids(), draws_by)._known == {}
-
-
-def test_sequences_are_not_shared_where_layers_are_cut_along_them() -> None:
-    others = {"tensor_parallel.size": 2, "tensor_parallel.sequence": True}
-    plan = with_constraints(ParallelPlan(), {"context_parallel.size": 2, **others})
-    why = "tensor_parallel.sequence False with context_parallel.size 2"
-    with pytest.raises(ValueError, match=why):
-        check_supported(plan, nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,7 @@ def shard_as_planned(
             model, sharding, batch, declared=section.communication == "declared"
         )
         proven = [CallForms(model).form(*bind(model, batch))] if is_proven else []
+    sharding = replace(sharding, in_forward=plan.context_parallel.size > 1)
     return sharding, CallGuard(model, said, sharding, proven), left_whole, None
 
 

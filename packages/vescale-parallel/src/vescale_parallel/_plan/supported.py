@@ -11,7 +11,6 @@ from .plan import ParallelPlan
 
 def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
     """Refuse what this version has no code for."""
-    _check_context(plan)
     _check_compile(plan)
     for name in plan.recompute_keep:
         checked_overloads(name)
@@ -35,17 +34,6 @@ def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
         raise ValueError(
             f"{synced[0]!r} is a SyncBatchNorm, which exchanges statistics with all ranks itself; "
             "use nn.BatchNorm1d, 2d or 3d: they normalize over the global batch under every plan"
-        )
-
-
-def _check_context(plan: ParallelPlan) -> None:
-    size = plan.context_parallel.size
-    tensor = plan.tensor_parallel
-    if size > 1 and tensor.size > 1 and tensor.sequence:
-        raise ValueError(
-            f"expected tensor_parallel.sequence False with context_parallel.size {size}, got "
-            "True: activations between layers are sliced along the sequence once, over "
-            "context-parallel ranks"
         )
 
 

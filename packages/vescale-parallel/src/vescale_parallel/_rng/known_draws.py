@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.tensor import Shard
 
 from vescale_dtensor import InterleavedShard
+from vescale_parallel._cross_replica.context.draws import SlicedDraw
 from vescale_parallel._tensor_parallel.chunks import Parts, parts_of
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.memory_order import NotedOrder
@@ -58,14 +59,13 @@ def common(one: ShardedDraw | None, other: ShardedDraw | None) -> ShardedDraw | 
     return one if one.order == other.order else replace(one, order=None)
 
 
-def in_slices(
-    cut: ShardedDraw | None, sliced: tuple[dict[int, Extent], NotedOrder] | None
-) -> ShardedDraw | None:
+def in_slices(cut: ShardedDraw | None, sliced: SlicedDraw | None) -> ShardedDraw | None:
     """Return how a draw is cut of which ranks that share sequences have parts, too."""
     if cut is None or sliced is None:
         return cut
-    order = cut.order if cut.order is not None and not cut.order.is_kept else sliced[1]
-    return replace(cut, extents=sliced[0], order=order)
+    order = cut.order if cut.order is not None and not cut.order.is_kept else sliced.order
+    part = None if sliced.of_slice else cut.part
+    return replace(cut, extents=sliced.extents, order=order, part=part)
 
 
 @dataclass(frozen=True, kw_only=True)

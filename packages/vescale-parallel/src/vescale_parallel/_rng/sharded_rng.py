@@ -221,13 +221,12 @@ class ShardedRng:
                 # one of its size that is made from nothing.
                 return func(*args, **kwargs)
             at = mark(fqn, index)
-            cut = self._cut(drawn_shape(func, args), scope, index, at)
-            is_sliced = False
+            shape = drawn_shape(func, args)
+            of_slice, sliced = self._cut(shape, scope, index, at), None
             if self._sliced is not None:
-                sliced = self._sliced.drawn(
-                    fqn, index, drawn_shape(func, args), drawn_order(func, args)
-                )
-                is_sliced, cut = sliced is not None, in_slices(cut, sliced)
+                part = None if of_slice is None else of_slice.part
+                sliced = self._sliced.drawn(fqn, index, shape, drawn_order(func, args), part)
+            cut = in_slices(of_slice, sliced)
             if cut is not None and not self._differs(cut):
                 return func(*args, **kwargs)
             if cut is not None:
@@ -241,10 +240,8 @@ class ShardedRng:
                 "it draws others than one device would, from a stream of its own. A sharding plan "
                 f"can say how they are cut: '{at}': 'Shard(d)'",
             )
-            ranks = (
-                (self._sliced.size, self._sliced.rank) if self._sliced and is_sliced else (1, 0)
-            )
-            with own_stream(own_position(self._place, cut, *ranks)):
+            ranks = (self._sliced.size, self._sliced.rank) if self._sliced and sliced else (1, 0)
+            with own_stream(own_position(self._place, of_slice, *ranks)):
                 return func(*args, **kwargs)
         finally:
             self.is_drawing = False

@@ -8,8 +8,7 @@ user's own code runs on this rank's heads or features. See [Note: regions].
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,16 +24,16 @@ from vescale_parallel._model.linear_layout import (
     linear_kind,
     product,
 )
-from vescale_parallel._torch_private import pytree
 
 from .attention_heads import AttentionCuts, attend_by_heads, cut_attention
-from .bypassed_sums import refuse_bypass
 from .chunks import part_sizes
+from .conversion_hooks import moved, on_argument, on_output, shard_in_forward
 from .conversions import Boundary
 from .placements import buffer_placement
 from .read_by_forward.arguments import slice_arguments
+from .read_by_forward.bypassed_sums import refuse_bypass
 from .read_by_forward.parameters import ReadParts, add_on_first_rank, read_parts, replaced
-from .shard_module import count_local, whole_of
+from .shard_module import count_local
 from .sharding_spec import PlacementChange, ShardingSpec, shard_dim
 from .tensor_sharding import TensorSharding
 from .vocabulary.vocab_parallel import shard_embedding_rows
@@ -53,11 +52,13 @@ def install(
     *,
     prefix: str = "",
     keep_cut: KeepCut | None = None,
+    with_ends: bool = True,
 ) -> None:
     """Add the collectives of tensor parallelism to a module, in place.
 
     Names outside ``prefix``, the FQN of ``model`` in the model of the plan, are passed over.
-    ``keep_cut`` is for outputs that stay cut; None gathers them.
+    ``keep_cut`` is for outputs that stay cut; None gathers them. Without ``with_ends``
+    what shards a sequence within forwards is for :func:`.conversion_hooks.shard_in_forward`.
 
     Raises:
         ValueError: If a divided attribute is no multiple of the number of ranks.
@@ -70,7 +71,9 @@ def install(
     spec = sharding.spec.renamed(first_names)
     placements = merged(sharding.placements, lambda fqn: renamed_owner(fqn, first_names))
     attention = cut_attention(modules, placements)
-    target = _Target(modules, spec, placements, boundary, attention)
+    ends = sharding.sequence_ends().values() if sharding.in_forward else ()
+    left_out = frozenset(fqn for pair in ends for fqn in pair)
+    target = _Target(modules, spec, placements, boundary, attention, left_out)
     for fqn, module in attention.items():
         attend_by_heads(module, boundary, _attention_cuts(fqn, spec))
     _keep_from_nesting(modules, attention)
@@ -85,6 +88,8 @@ def install(
     _add_whole_modules(target)
     _add_reentered(target)
     _add_exits(target)
+    if with_ends and sharding.in_forward:
+        shard_in_forward(model, sharding, boundary, prefix=prefix)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,7 @@ class _Target:
     placements: Mapping[str, Placement]
     boundary: Boundary
     attention: Mapping[str, nn.MultiheadAttention]
+    ends_left_out: frozenset[str]
 
     def is_in_region(self, fqn: str) -> bool:
         """Whether a module is inside of one whose input enters a region."""
@@ -108,8 +114,10 @@ def _add_entrances(target: _Target) -> None:
         if fqn in modules and fqn not in target.attention:
             _enter(modules[fqn], argument, shard_dim(arrives), stack_of(fqn), boundary)
     for (fqn, argument), move in target.spec.inputs.items():
-        if fqn in modules and linear_kind(modules[fqn]) is None:
-            _on_argument(modules[fqn], argument, _moved(move, stack_of(fqn), boundary))
+        if fqn not in modules or fqn in target.ends_left_out:
+            continue
+        if linear_kind(modules[fqn]) is None:
+            on_argument(modules[fqn], argument, moved(move, stack_of(fqn), boundary))
     slice_arguments(modules, target.spec.slices, boundary.ranks)
 
 
@@ -190,16 +198,16 @@ def _add_whole_modules(target: _Target) -> None:
         if fqn not in target.modules:
             continue
         module, dim, key = target.modules[fqn], placement.dim, f"{fqn}.<whole>"
-        _on_argument(module, argument, lambda x, d=dim, key=key: boundary.gather_around(x, d, key))
+        on_argument(module, argument, lambda x, d=dim, key=key: boundary.gather_around(x, d, key))
         if not argument:
-            _on_output(module, lambda x, d=dim, key=key: boundary.split_behind(x, d, key))
+            on_output(module, lambda x, d=dim, key=key: boundary.split_behind(x, d, key))
 
 
 def _add_reentered(target: _Target) -> None:
     for fqn, arrives in target.spec.reentered.items():
         if fqn in target.modules:
             dim, stack = shard_dim(arrives), stack_of(fqn)
-            _on_output(
+            on_output(
                 target.modules[fqn], lambda x, d=dim, s=stack: target.boundary.enter(x, d, s)
             )
 
@@ -214,8 +222,10 @@ def _add_exits(target: _Target) -> None:
         elif linear_kind(module) is None and spec.left.get(fqn, Partial()) != Partial():
             _leave(module, shard_dim(spec.left[fqn]), stack_of(fqn), boundary)
     for fqn, move in spec.outputs.items():
-        if fqn in modules and linear_kind(modules[fqn]) is None:
-            _on_output(modules[fqn], _moved(move, stack_of(fqn), boundary))
+        if fqn not in modules or fqn in target.ends_left_out:
+            continue
+        if linear_kind(modules[fqn]) is None:
+            on_output(modules[fqn], moved(move, stack_of(fqn), boundary))
 
 
 def _attention_cuts(fqn: str, spec: ShardingSpec) -> AttentionCuts:
@@ -319,7 +329,7 @@ def _row_wise(
 
     module.forward = summed
     if split:
-        _on_argument(module, "", lambda x: boundary.split(x, -1, f"{fqn}.<in>"))
+        on_argument(module, "", lambda x: boundary.split(x, -1, f"{fqn}.<in>"))
 
 
 def _output(
@@ -344,57 +354,8 @@ def _output(
 def _enter(
     module: nn.Module, argument: str, dim: int | None, stack: str, boundary: Boundary
 ) -> None:
-    _on_argument(module, argument, lambda x: boundary.enter(x, dim, stack))
-
-
-def _moved(move: PlacementChange, stack: str, boundary: Boundary) -> Callable[[Tensor], Tensor]:
-    source, target = shard_dim(move.source), shard_dim(move.target)
-    if source is None and target is not None:
-        return lambda x: boundary.split(x, target, stack)
-    if source is not None and target is None:
-        return lambda x: boundary.gather(x, source, stack)
-    raise ValueError(
-        "tensor_parallel.sharding_plan: expected 'Replicate() -> Shard(d)' or "
-        f"'Shard(d) -> Replicate()', got a move from {move.source!r} to {move.target!r}"
-    )
-
-
-def _on_argument(module: nn.Module, argument: str, convert: Callable[[Tensor], Tensor]) -> None:
-    """Convert one argument of every call, by its name or the first activation."""
-    names = list(inspect.signature(module.forward).parameters)
-    position = names.index(argument) if argument in names else -1
-
-    def before(
-        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        for index, value in enumerate(args):
-            if _is_activation(value) and (not argument or index == position):
-                return (*args[:index], convert(whole_of(value)), *args[index + 1 :]), kwargs
-        for name, value in kwargs.items():
-            if _is_activation(value) and argument in ("", name):
-                return args, {**kwargs, name: convert(whole_of(value))}
-        return None
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
+    on_argument(module, argument, lambda x: boundary.enter(x, dim, stack))
 
 
 def _leave(module: nn.Module, dim: int | None, stack: str, boundary: Boundary) -> None:
-    _on_output(module, lambda x: boundary.leave(x, dim, stack))
-
-
-def _on_output(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Convert the first activation that a module returns."""
-
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(output)
-        index = next((i for i, leaf in enumerate(leaves) if _is_activation(leaf)), None)
-        if index is None:
-            return output
-        leaves[index] = convert(leaves[index])
-        return pytree.tree_unflatten(leaves, spec)
-
-    module.register_forward_hook(after, prepend=True)
+    on_output(module, lambda x: boundary.leave(x, dim, stack))

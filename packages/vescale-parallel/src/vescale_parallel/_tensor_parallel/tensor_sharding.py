@@ -27,6 +27,8 @@ class TensorSharding:
         placements: Of every sharded parameter, biases that the plan does not name included.
         input_blocks: By module, the blocks that the inputs of its linear layers are divided into,
             of each of which a rank has a part: of those layers whose inputs ranks have parts of.
+        in_forward: Whether the first and the last block of a stack shard and gather a sequence
+            within their forwards, around which other ranks slice it.
     """
 
     size: int
@@ -35,6 +37,7 @@ class TensorSharding:
     input_blocks: Mapping[str, frozenset[Parts]] = field(
         default_factory=dict[str, "frozenset[Parts]"]
     )
+    in_forward: bool = False
 
     def sequence_ends(self) -> dict[str, tuple[str, str]]:
         """Return, of every stack of blocks, which shards the sequence and which gathers it."""

@@ -32,6 +32,14 @@ class Extent:
         )
         return Extent(count * self.length, tuple(ranges))
 
+    def within(self, first: int, end: int) -> Extent:
+        """Return what is from one place to another of what the rank holds."""
+        cut = (
+            (begin + max(first - here, 0), min(stop, begin + end - here))
+            for here, begin, stop in self.pieces()
+        )
+        return Extent(self.length, tuple(each for each in cut if each[0] < each[1]))
+
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """Return where each range begins on the rank, and begins and ends in the whole."""
         here = 0

@@ -33,7 +33,7 @@ from vescale_parallel._model.structures import flattened
 from vescale_parallel._torch_private import is_in_backward, pytree
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._trace.generators import generator_state
-from vescale_parallel._trace.memory_order import NotedOrder, Order
+from vescale_parallel._trace.memory_order import Order
 
 from .attention.cross import AttendsAcross
 from .attention.heads import HeadsAttention
@@ -42,20 +42,24 @@ from .attention.of_sliced import AttendsSliced
 from .attention.ring_attention import RingAttention
 from .behind import BehindBlocks
 from .conversions import calling_back, gather_slices, keep_slice
-from .draws import DrawnDim, DrawsSlices
+from .draws import DrawsSlices, SlicedDraw
 from .leaving import around_one_stack
 from .shown import ShownModules
-from .slices import ContextRanks, Method, SequenceSlices
-from .slicing import LEAVE_OUT, Slicing, activation_of, check_returned
+from .slices import ContextRanks, Method, Range, SequenceSlices
+from .slicing import (
+    LEAVE_OUT,
+    Slicing,
+    activation_of,
+    check_returned,
+    given_activation,
+    is_too_short,
+    needs_gradient,
+)
 from .written import Combination, Place, WholeWrites
 
 Around = Callable[[], AbstractContextManager[None]]
-_ROWS = 3  # dims of activations (batch, sequence, features)
-_FEWEST = 2  # positions of a slice: some code takes one position for a step of generation
-
-
-class ShortSequenceError(ValueError):
-    """A sequence has too few positions to be shared out."""
+# Given a stack, and how long a slice is: which part of it blocks hand on on this rank.
+Between = Callable[[str, int], Range]
 
 
 class SlicedBlocks:
@@ -67,18 +71,30 @@ class SlicedBlocks:
         behind: What computes on slices behind them.
         slices_of: Of the sequence of each stack that ran.
         is_compared: Whether this run is compared with one device.
+        running: The stack of which a block ran last, perhaps again in backward.
+        between: Which positions of a slice this rank has between the blocks of a stack.
     """
 
     def __init__(
-        self, ranks: ContextRanks, method: Method = "all_to_all", *, compiled: bool = False
+        self,
+        ranks: ContextRanks,
+        method: Method = "all_to_all",
+        *,
+        compiled: bool = False,
+        between: Between | None = None,
     ) -> None:
         self._ranks = ranks
         self.behind = BehindBlocks(ranks)
         self._writes = WholeWrites(ranks)
         this = weakref.proxy(self)  # a cycle would keep copies that were compared
-        self._shown = ShownModules(ranks, lambda: (this.slicing.shown, this.slices))
+        self._shown = ShownModules(
+            ranks,
+            lambda: (this.slicing.shown, this.slices),
+            lambda n: this.between(this.running, n),
+        )
         self._method: Method = method
         self._compiled = compiled
+        self.between: Between = between or (lambda _, length: (0, length))
         self._attention = RingAttention(ranks) if method == "ring" else HeadsAttention(ranks)
         across = AttendsAcross(self._attention, ranks.rank, lambda num: this._is_across(num))
         self._interception = Interception(AttendsSliced(across), compiled=compiled)
@@ -87,6 +103,7 @@ class SlicedBlocks:
         self.slices_of: dict[str, SequenceSlices] = {}
         self.is_compared = False
         self._open: str | None = None
+        self.running = ""
         self._num_opened = 0
         self._closed: str | None = None  # the stack that ran last in this call
         self._begins_with_grad = True
@@ -196,30 +213,27 @@ class SlicedBlocks:
         return fqn in self.slicing.drawing
 
     def drawn(
-        self, fqn: str, index: int, shape: tuple[int, ...], order: Order
-    ) -> tuple[dict[int, Extent], NotedOrder] | None:
-        """Return what of one device's numbers a rank's are, by dim, and how these lie in memory.
+        self, fqn: str, index: int, shape: tuple[int, ...], order: Order, part: int | None
+    ) -> SlicedDraw | None:
+        """Return what of one device's numbers a rank's are; None if it draws alike, or whole.
 
-        None if activations are whole, or it draws alike.
+        ``part`` is the dim that tensor-parallel ranks have parts of, if any.
 
         Raises:
             ValueError: If they are not drawn as when the model was compared with one device.
         """
-        key = fqn, index, len(shape)
-        whole = self.slicing.draws.get(key)
-        if whole is None:
-            if self._open is not None:
-                raise ValueError(
-                    f"context_parallel: {fqn!r} draws random numbers of shape {shape}, which it "
-                    "did not when the model was compared with one device"
-                )
-            return None
+        of_slice = part if self._attention.is_along_sequence else None
+        extent_of = functools.partial(self._extent, of_slice)
+        given = (fqn, index, len(shape)), shape, order, extent_of
+        found = self.slicing.drawn_now(*given, in_blocks=self._open is not None)
+        return None if found is None else SlicedDraw(*found, of_slice in found[0])
+
+    def _extent(self, of_slice: int | None, dim: int) -> Extent:
+        """Return what this rank has of a dim: of one of its slice, what is between blocks."""
         extent = self._attention.extent()
-        if key not in self.slicing.drawn:
-            self.slicing.drawn[key] = DrawnDim.between(whole, shape, order, extent)
-        noted = self.slicing.drawn[key]
-        extents = noted.extents(shape, extent, fqn)
-        return (extents, noted.order) if extents else None
+        if dim != of_slice:
+            return extent
+        return extent.within(*self.between(self.running, extent.here))
 
     def _attends_by(self, fqn: str) -> bool:
         return fqn in self.slicing.attending or fqn in self.slicing.shown.modules
@@ -271,17 +285,14 @@ class SlicedBlocks:
                 self._slice_no_short_one(flattened((args, kwargs))[0])
             if stack not in self.slicing.stacks:
                 return self._returned(forward(*args, **kwargs), None, stack, is_last=False)
+            self.running = stack
             leaves, spec = flattened((args, kwargs))
-            index = activation_of(leaves)
-            if index is None or leaves[index].dim() < _ROWS:
-                raise ValueError(
-                    f"context_parallel: expected {fqn!r} to be called with activations (batch, "
-                    "sequence, features)"
-                )
+            index = given_activation(fqn, leaves)
             if is_first:
                 self._open_stack(stack, leaves[index])
             length, own = self.slices.length, self.slices.sizes[self._ranks.rank]
-            if not is_first and leaves[index].shape[1] != own:
+            first, end = (0, own) if is_first else self.between(stack, own)
+            if leaves[index].shape[1] != end - first and not is_first:
                 raise ValueError(
                     f"context_parallel: {fqn!r} got {leaves[index].shape[1]} positions, not this "
                     f"rank's {own} of {length}; blocks of {stack!r} have to be called in order"
@@ -297,15 +308,8 @@ class SlicedBlocks:
         return run
 
     def _dim(self, fqn: str, place: int, x: Any) -> int | None:
-        given = fqn, place, x, self.slices.length, self._is_of_another_stack(x)
+        given = fqn, place, x, self.slices.length, self._num_opened > 1 and needs_gradient(x)
         return self.slicing.dim(*given, is_compared=self.is_compared)
-
-    def _is_of_another_stack(self, x: Any) -> bool:
-        """Whether what a block is given, besides its activation, is what an encoder returned.
-
-        Tables that are sliced are made of positions, and need no gradients.
-        """
-        return self._num_opened > 1 and isinstance(x, Tensor) and x.requires_grad
 
     def _is_across(self, num_keys: int) -> bool:
         """Whether the module that attends now does so to what an encoder returned."""
@@ -332,8 +336,10 @@ class SlicedBlocks:
         leaves, spec = flattened(output)
         last = self.slicing.last
         sums = last is None or not f"{last}.".startswith(f"{fqn}." if fqn else "")
-        found = self.slices, self._ranks
-        is_changed = self.slicing.leaving.gather(fqn, leaves, *found, sums=sums)
+        found, own = (self.slices, self._ranks), self.slices.sizes[self._ranks.rank]
+        first, end = self.between(self._closed, own)
+        kept = end - first if end - first != own else None
+        is_changed = self.slicing.leaving.gather(fqn, leaves, *found, sums=sums, kept=kept)
         return pytree.tree_unflatten(leaves, spec) if is_changed else None
 
     def _slice_no_short_one(self, leaves: Sequence[Any]) -> None:
@@ -341,15 +347,8 @@ class SlicedBlocks:
 
         Gradients are those of the whole on every rank then, and so is their average.
         """
-        index, fewest = activation_of(leaves), _FEWEST * self._ranks.size
-        if index is None or leaves[index].dim() < _ROWS or leaves[index].shape[1] >= fewest:
-            return
-        if self.is_compared:
-            raise ShortSequenceError(
-                f"context_parallel.size {self._ranks.size} needs sequences of {fewest} positions "
-                f"or more, got activations of shape {tuple(leaves[index].shape)}"
-            )
-        self.slicing = Slicing()
+        if is_too_short(leaves, self._ranks.size, is_compared=self.is_compared):
+            self.slicing = Slicing()
 
     def _open_stack(self, stack: str, x: Tensor) -> None:
         if stack == self.slicing.last and self._closed == stack:

@@ -8,6 +8,7 @@ what ranks then make of their numbers is compared with one device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from vescale_parallel._trace.memory_order import NotedOrder, Order
 
 # A module, the number of the draw in a call of it, and dims of what is drawn.
 DrawKey = tuple[str, int, int]
+ExtentOf = Callable[[int], Extent]  # what of a dim a rank has, if it has not all of it
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class DrawnDim:
 
     @staticmethod
     def between(
-        whole: WholeDraw, shape: tuple[int, ...], order: Order, extent: Extent
+        whole: WholeDraw, shape: tuple[int, ...], order: Order, extent_of: ExtentOf
     ) -> DrawnDim:
         """Compare what is drawn on one device and on a rank.
 
@@ -56,6 +58,7 @@ class DrawnDim:
         if not differing:
             return DrawnDim(None, is_folded=False, order=noted)
         dim = differing[0]
+        extent = extent_of(dim)
         count, rest = divmod(shape[dim], extent.here)
         if len(differing) > 1 or rest or whole.shape[dim] != count * extent.length:
             raise ValueError(
@@ -65,10 +68,11 @@ class DrawnDim:
         # Of one row, (batch * sequence) is as (sequence,).
         return DrawnDim(dim, is_folded=count > 1 or dim == 0, order=noted)
 
-    def extents(self, shape: tuple[int, ...], extent: Extent, fqn: str) -> dict[int, Extent]:
+    def extents(self, shape: tuple[int, ...], extent_of: ExtentOf, fqn: str) -> dict[int, Extent]:
         """Return what of what is drawn now a rank has, by dim."""
         if self.dim is None:
             return {}
+        extent = extent_of(self.dim)
         count, rest = divmod(shape[self.dim], extent.here)
         if rest or (count > 1 and not self.is_folded):
             raise ValueError(
@@ -77,6 +81,21 @@ class DrawnDim:
                 f"one device, got shape {shape}"
             )
         return {self.dim: extent.repeated(count)}
+
+
+@dataclass(frozen=True)
+class SlicedDraw:
+    """What of what is drawn now a rank has, of those that share sequences.
+
+    Attributes:
+        extents: By dim.
+        order: How dims lie in memory, whole and on a rank.
+        of_slice: Whether it is a part of this rank's slice, which others have parts of, too.
+    """
+
+    extents: dict[int, Extent]
+    order: NotedOrder
+    of_slice: bool
 
 
 class MasksOfAttention(Protocol):

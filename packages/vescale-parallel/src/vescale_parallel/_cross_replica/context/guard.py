@@ -34,11 +34,11 @@ from vescale_parallel._verify.threads import in_fresh_thread
 
 from .attending import NotRunError, NotSlicedError
 from .attention.intercept import LEFT_OUT
-from .blocks import ShortSequenceError, SlicedBlocks
+from .blocks import Between, SlicedBlocks
 from .conversions import with_whole_gradient
 from .proof import DrawsBy, proven_slicing
 from .slices import ContextRanks, Method
-from .slicing import LEAVE_OUT, Slicing
+from .slicing import LEAVE_OUT, ShortSequenceError, Slicing
 
 # Elements of which every rank of a machine has the values and all gradients, in float64, at once.
 _MAX_NUMEL = 2**27
@@ -107,14 +107,20 @@ class ContextGuard:
             self._slicing(args, kwargs)
 
     def install(
-        self, model: nn.Module, ranks: ContextRanks, *, compiled: bool = False
+        self,
+        model: nn.Module,
+        ranks: ContextRanks,
+        *,
+        compiled: bool = False,
+        between: Between | None = None,
     ) -> SlicedBlocks:
         """Have the blocks of a model compute on slices, in place; return them.
 
-        ``compiled`` says whether torch.compile compiles what their forwards are now.
+        ``compiled`` says whether torch.compile compiles what their forwards are now, ``between``
+        how many positions of a slice blocks hand on, if not all.
         """
         self._ranks = ranks
-        self._blocks = SlicedBlocks(ranks, self._method, compiled=compiled)
+        self._blocks = SlicedBlocks(ranks, self._method, compiled=compiled, between=between)
         self._blocks.install(model, self._stacks, self._units)
         self._blocks.behind.returns_all = not self._only_loss
         self._model = model

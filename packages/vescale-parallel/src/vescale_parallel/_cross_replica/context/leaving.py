@@ -71,10 +71,13 @@ class Leaving:
         *,
         activation: int | None = None,
         sums: bool = False,
+        kept: int | None = None,
     ) -> bool:
         """Gather what a module returns of slices, in place; return whether there was anything.
 
-        ``sums`` says that other blocks read it, see :func:`.conversions.gather_slices`.
+        ``sums`` says that other blocks read it, see :func:`.conversions.gather_slices`. What was
+        collected between blocks stays as it is if it has ``kept`` positions: tensor-parallel
+        ranks have parts of it, and a model that reads these was refused.
 
         Raises:
             ValueError: If it is not this rank's part of what one device returned.
@@ -84,7 +87,7 @@ class Leaving:
             if not isinstance(x, Tensor) or at == activation:
                 continue
             found = self._found(fqn, at, x, slices, ranks)
-            if found is not None:
+            if found is not None and (kept is None or x.shape[found[0]] != kept):
                 leaves[at] = gathered_part(x, *found, slices, ranks, fqn, sums=sums)
                 is_changed = True
         return is_changed

@@ -38,12 +38,12 @@ from vescale_parallel._verify.whole_model import whole_region
 
 from .attending import Attending, NotSlicedError
 from .behind import Behind
-from .blocks import ShortSequenceError, SlicedBlocks
+from .blocks import SlicedBlocks
 from .draws import DrawsSlices
 from .find_written import Held, State, Writes, begin_with, first_other, state_of
 from .sliced.tensor import WholeError
 from .slices import ContextThreads, Method, SequenceSlices
-from .slicing import Slicing
+from .slicing import ShortSequenceError, Slicing
 from .watch import module_that_raised, noted_outputs
 from .written import Combination, Place
 

@@ -26,9 +26,10 @@ from vescale_parallel._model.structures import flattened
 from vescale_parallel._torch_private import left_out, pytree
 
 from .leaving import Place, Shapes, part_of_whole
+from .sliced.between import part_of_slice
 from .sliced.rules import computed
 from .sliced.tensor import Along, Call, SlicedTensor, WholeError, gathered
-from .slices import ContextRanks, SequenceSlices
+from .slices import ContextRanks, Range, SequenceSlices
 
 _log = package_logger("vescale.parallel")
 _LEFT_OUT = "attention that is written out is to what other ranks have of the sequence, too"
@@ -60,12 +61,16 @@ class ShownModules:
     Args:
         ranks: Those that share sequences.
         now: Returns which modules do so in the call that runs, and the slices of its sequence.
+        between: Returns which positions of a slice that long layers may return on this rank.
     """
 
     def __init__(
-        self, ranks: ContextRanks, now: Callable[[], tuple[Shown, SequenceSlices]]
+        self,
+        ranks: ContextRanks,
+        now: Callable[[], tuple[Shown, SequenceSlices]],
+        between: Callable[[int], Range],
     ) -> None:
-        self._ranks, self._now = ranks, now
+        self._ranks, self._now, self._between = ranks, now, between
         self._wrapped, self._told = set[str](), set[str]()
         self._hooked = set[str]()
 
@@ -126,6 +131,9 @@ class ShownModules:
         if (found := shown.dims[place]) is None:
             return x
         dim, is_folded = found
+        first, end = self._between(along.own)
+        if end - first != along.own and x.shape[dim] == end - first:
+            return part_of_slice(x, along.at(dim))
         count, rest = divmod(x.shape[dim], along.slices.sizes[along.ranks.rank])
         if rest or (count > 1 and not is_folded):
             raise ValueError(
@@ -148,6 +156,8 @@ class ShownModules:
         if (found := given.pop()) is None:
             return None
         along, shape = found
+        if isinstance(output, Tensor) and self._is_part(output, along, shape):
+            return part_of_slice(output, along)
         if not isinstance(output, Tensor) or output.shape[:-1] != shape[:-1]:
             raise ValueError(
                 f"context_parallel: expected {fqn!r} to return one tensor of the positions that "
@@ -155,6 +165,11 @@ class ShownModules:
                 f"device, got {getattr(output, 'shape', type(output).__name__)}"
             )
         return SlicedTensor.of(output, along)
+
+    def _is_part(self, output: Tensor, along: Along, given: torch.Size) -> bool:
+        first, end = self._between(along.slices.sizes[self._ranks.rank])
+        parts = (*given[: along.dim], end - first, *given[along.dim + 1 : -1])
+        return along.count == 1 and parts != given[:-1] and output.shape[:-1] == parts
 
 
 def _seen_never(fqn: str, x: Tensor, along: Along) -> Tensor:
@@ -189,7 +204,7 @@ def _of_slices(output: Any, along: Along) -> Any:
 
 def _of_stack(x: SlicedTensor, along: Along) -> Tensor:
     """Return a plain tensor: a slice of the sequence of the stack, or the whole of another one."""
-    if x.along.slices.is_like(along.slices):
+    if x.along.is_part or x.along.slices.is_like(along.slices):
         return x.local
     found, here = gathered(x), along.at(x.along.dim, x.along.count)
     return here.part(found, here.dim) if found.shape[here.dim] == here.length else found

@@ -9,14 +9,23 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_parallel._trace.extents import Extent
+from vescale_parallel._trace.memory_order import NotedOrder, Order
+
 from .behind import Behind
-from .draws import DrawKey, DrawnDim, WholeDraw
+from .draws import DrawKey, DrawnDim, ExtentOf, WholeDraw
 from .leaving import Leaving
 from .shown import Shown
 from .slices import SequenceSlices, sequence_dim
 from .written import Combination, Place
 
+_ROWS = 3  # of activations (batch, sequence, features)
+_FEWEST = 2  # positions of a slice: some code takes one position for a step of generation
 LEAVE_OUT = "leave context_parallel out of the plan"
+
+
+class ShortSequenceError(ValueError):
+    """A sequence has too few positions to be shared out."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,36 @@ class Slicing:
     def drawing(self) -> frozenset[str]:
         """Modules that draw."""
         return frozenset(fqn for fqn, *_ in self.draws)
+
+    def drawn_now(
+        self,
+        key: DrawKey,
+        shape: tuple[int, ...],
+        order: Order,
+        extent_of: ExtentOf,
+        *,
+        in_blocks: bool,
+    ) -> tuple[dict[int, Extent], NotedOrder] | None:
+        """Return what of one device's numbers a rank's are, by dim, and how these lie in memory.
+
+        None if activations are whole, or it draws alike.
+
+        Raises:
+            ValueError: If they are not drawn as when the model was compared with one device.
+        """
+        whole, fqn = self.draws.get(key), key[0]
+        if whole is None and in_blocks:
+            raise ValueError(
+                f"context_parallel: {fqn!r} draws random numbers of shape {shape}, which it "
+                "did not when the model was compared with one device"
+            )
+        if whole is None:
+            return None
+        if key not in self.drawn:
+            self.drawn[key] = DrawnDim.between(whole, shape, order, extent_of)
+        noted = self.drawn[key]
+        extents = noted.extents(shape, extent_of, fqn)
+        return (extents, noted.order) if extents else None
 
     def activation(self, stack: str, leaves: Sequence[Any]) -> int | None:
         """Return the place of the activation among what a block of a stack returns."""
@@ -114,6 +153,46 @@ class Slicing:
 def activation_of(leaves: Iterable[Any]) -> int | None:
     """Return the place of the first activation among leaves, None if there is none."""
     return next((at for at, x in enumerate(leaves) if is_activation(x)), None)
+
+
+def given_activation(fqn: str, leaves: Sequence[Any]) -> int:
+    """Return the place of the activation among what a block is given.
+
+    Raises:
+        ValueError: If there is none that has positions.
+    """
+    index = activation_of(leaves)
+    if index is None or leaves[index].dim() < _ROWS:
+        raise ValueError(
+            f"context_parallel: expected {fqn!r} to be called with activations (batch, "
+            "sequence, features)"
+        )
+    return index
+
+
+def is_too_short(leaves: Sequence[Any], size: int, *, is_compared: bool) -> bool:
+    """Whether what a first block is given has too few positions for ranks to share them.
+
+    Raises:
+        ShortSequenceError: If so where the model is compared with one device.
+    """
+    index, fewest = activation_of(leaves), _FEWEST * size
+    if index is None or leaves[index].dim() < _ROWS or leaves[index].shape[1] >= fewest:
+        return False
+    if is_compared:
+        raise ShortSequenceError(
+            f"context_parallel.size {size} needs sequences of {fewest} positions or more, got "
+            f"activations of shape {tuple(leaves[index].shape)}"
+        )
+    return True
+
+
+def needs_gradient(x: Any) -> bool:
+    """Whether a block may be given by an encoder what it has besides its activation.
+
+    Tables that are sliced are made of positions, and need no gradients.
+    """
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def is_activation(x: Any) -> bool:

@@ -18,6 +18,7 @@ class Seen:
 
     Args:
         leaves: What ranks have of a structure.
+        whole: These, converted.
         spec: Of the structure.
         conversions: Of every leaf, those that make it whole, one behind the other.
         who: The hook, for errors.
@@ -29,12 +30,13 @@ class Seen:
     def __init__(
         self,
         leaves: Sequence[Any],
+        whole: Sequence[Any],
         spec: Any,
         conversions: Sequence[Sequence[Conversion]],
         who: str,
     ) -> None:
         self._parts, self._conversions, self._who = leaves, conversions, who
-        self._whole = [*map(_to_whole, leaves, conversions)]
+        self._whole = whole
         self._before = [_state(x) for x in self._whole]
         self._num_hooks = [_num_hooks(x) for x in self._whole]
         self.tree = pytree.tree_unflatten(list(self._whole), spec)
@@ -103,12 +105,6 @@ class Seen:
     def _is_hooked(self, at: int) -> bool:
         x = self._whole[at]
         return isinstance(x, Tensor) and (x.retains_grad or _num_hooks(x) > self._num_hooks[at])
-
-
-def _to_whole(x: Any, conversions: Sequence[Conversion]) -> Any:
-    for conversion in conversions:
-        x = conversion.to_whole(x)
-    return x
 
 
 def _state(x: Any) -> object:

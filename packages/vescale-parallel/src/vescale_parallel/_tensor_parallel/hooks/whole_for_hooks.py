@@ -148,16 +148,18 @@ class WholeForHooks:
         """Return what a hook sees of a structure; None if it is what is there."""
         leaves, spec = flattened(tree)
         conversions: list[list[Conversion]] = [[] for _ in leaves]
+        whole = [*leaves]  # over the axes so far: the next one knows what is over them
         for axis, _ in self._axes:
-            found = axis.conversions(fqn, slot, leaves)
+            found = axis.conversions(fqn, slot, whole)
             for at, conversion in enumerate(found):
                 if isinstance(conversion, Unknown):
                     self._tell(fqn, hook, slot, at)
                 elif conversion is not None:
                     conversions[at].append(conversion)
+                    whole[at] = conversion.to_whole(whole[at])
         if not any(conversions):
             return None
-        return Seen(leaves, spec, conversions, f"{_told(hook)}, a hook of {fqn!r},")
+        return Seen(leaves, whole, spec, conversions, f"{_told(hook)}, a hook of {fqn!r},")
 
     def _tell(self, fqn: str, hook: Hook, slot: Slot, at: int) -> None:
         if fqn not in self._told:

@@ -153,6 +153,11 @@ class HeadsAttention:
         """Whether it knows scores with these, which the model's own function computes."""
         return True
 
+    @property
+    def is_along_sequence(self) -> bool:
+        """Whether this rank has a slice of the sequence now, and not some heads."""
+        return self._inside is None
+
     def extent(self) -> Extent:
         """Return what this rank has now: of the sequence, or of the heads that attend."""
         rank = self.ranks.rank

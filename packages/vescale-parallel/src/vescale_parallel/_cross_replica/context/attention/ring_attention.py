@@ -40,6 +40,11 @@ class RingAttention:
         """Draw masks of dropout by ``draws``, at the place that is known of attention now."""
         self._draws, self._place = draws, place
 
+    @property
+    def is_along_sequence(self) -> bool:
+        """Whether this rank has a slice of the sequence now: always."""
+        return True
+
     def extent(self) -> Extent:
         """Return what this rank has of the sequence."""
         return Extent(self.slices.length, self.slices.ranges[self.ranks.rank])

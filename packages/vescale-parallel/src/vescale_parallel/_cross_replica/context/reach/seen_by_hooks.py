@@ -111,7 +111,7 @@ class OverSequence:
 
     def _conversion(self, x: Any, lies: Sliced | None) -> Conversion | Unknown | None:
         if isinstance(x, SlicedTensor):
-            return _OfSlicedTensor(x)
+            return Unknown() if x.along.is_part else _OfSlicedTensor(x)
         if not is_plain(x) or not self._blocks.slicing.stacks:
             return None
         if lies is None or not self._fits(x, lies):

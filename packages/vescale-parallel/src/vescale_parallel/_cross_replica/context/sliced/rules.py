@@ -24,14 +24,14 @@ from .tensor import WHOLE, Along, SlicedTensor, WholeError, gathered, summed
 Args = Sequence[Any]
 Named = Mapping[str, Any]
 Rule = Callable[[Callable[..., Any], Args, Named], Any]
-_UNKNOWN = object()
+UNKNOWN = object()
 
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-_POINTWISE = _names(
+POINTWISE = _names(
     """
     abs add addcmul bfloat16 bitwise_and ceil celu clamp clamp_max clamp_min clip clone
     contiguous cos detach div divide double elu eq erf exp expm1 float floor ge gelu greater gt
@@ -87,14 +87,14 @@ def computed(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     Raises:
         ValueError: If it writes to one of them in a way that a slice does not know.
     """
-    if (found := _metadata(func, args, kwargs)) is not _UNKNOWN:
+    if (found := metadata(func, args, kwargs)) is not UNKNOWN:
         return found
     named = {_OF_NUMPY.get(name, name): value for name, value in kwargs.items()}
     rule = _RULES.get(func) if args or func in _TOKEN_LOSSES else None
     rule = None if "out" in kwargs else rule
     if rule is not None and (found := rule(func, args, named)) is not None:
         return found
-    name = _name_of(func)
+    name = name_of(func)
     _refuse_writes(name, args, kwargs)
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     first = _sliced(leaves)[0]
@@ -129,25 +129,25 @@ def _refuse_writes(name: str, args: Args, kwargs: Named) -> None:
         )
 
 
-def _metadata(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
+def metadata(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     """Return what is known of a tensor without its values."""
     if func in (Tensor.register_hook, Tensor.is_contiguous):
         return func(args[0].local, *args[1:], **kwargs)
     if func not in _METADATA:
         if getattr(func, "__name__", "") != "__get__":
-            return _UNKNOWN
-        name = _name_of(func)
+            return UNKNOWN
+        name = name_of(func)
         if name == "mT":
             return views.swapped(args[0], -1, -2)
         if name in _VALUES:
-            return _UNKNOWN
+            return UNKNOWN
         if name in _OF_SLICE:
             return func(args[0].local)
     with unseen_functions():
         return func(*args, **kwargs)
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., Any]) -> str:
     """Return the name of a function, or of the attribute that it gets."""
     name = getattr(func, "__name__", str(func))
     return (
@@ -371,14 +371,14 @@ def _token_loss(func: Callable[..., Any], args: Args, kwargs: Named) -> Any:
     return total / counted.to(total.dtype)
 
 
-def _functions(names: Iterable[str]) -> list[Any]:
+def functions(names: Iterable[str]) -> list[Any]:
     """Return the functions of these names of all of torch's places."""
     places: tuple[Any, ...] = (torch, Tensor, F)
     return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
 
 
 _BY_NAME: tuple[tuple[Rule, Sequence[str]], ...] = (
-    (_pointwise, _POINTWISE),
+    (_pointwise, POINTWISE),
     (_in_place, _IN_PLACE),
     (_typed, ("type_as",)),
     (_over_features, _OVER_FEATURES),
@@ -394,4 +394,4 @@ _BY_NAME: tuple[tuple[Rule, Sequence[str]], ...] = (
     (_token_loss, ("cross_entropy", "nll_loss")),
     *shapes.RULES,
 )
-_RULES: dict[Any, Rule] = {func: rule for rule, names in _BY_NAME for func in _functions(names)}
+_RULES: dict[Any, Rule] = {func: rule for rule, names in _BY_NAME for func in functions(names)}

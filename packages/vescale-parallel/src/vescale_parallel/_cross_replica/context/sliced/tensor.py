@@ -139,6 +139,7 @@ class Along:
     call: Call
     compute: Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
     in_blocks: bool = False
+    is_part: bool = False
 
     @property
     def own(self) -> int:
@@ -156,7 +157,8 @@ class Along:
 
     def is_like(self, other: Along) -> bool:
         """Whether ranks have the same of two sequences, in whatever dim."""
-        return self.count == other.count and self.slices.is_like(other.slices)
+        is_alike = self.is_part == other.is_part and self.count == other.count
+        return is_alike and self.slices.is_like(other.slices)
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a whole tensor that has the sequence in ``dim``."""
@@ -199,8 +201,9 @@ class SlicedTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = pytree.tree_leaves((args, kwargs))
-        given = next(x for x in leaves if isinstance(x, SlicedTensor))
-        return given.along.compute(func, args, kwargs or {})
+        given = [x for x in leaves if isinstance(x, SlicedTensor)]
+        first = next((x for x in given if x.along.is_part), given[0])
+        return first.along.compute(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
