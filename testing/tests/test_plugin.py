@@ -1,4 +1,4 @@
-"""Tests of what the plugin marks."""
+"""Tests of what the plugin marks, and of what it ends."""
 
 from __future__ import annotations
 
@@ -44,3 +44,35 @@ def test_a_name_that_no_variant_has_is_an_error(tests: pytest.Pytester) -> None:
     failed = tests.runpytest_inprocess()
     assert failed.ret == pytest.ExitCode.USAGE_ERROR
     failed.stderr.fnmatch_lines(["*by_day: test_sizes.py::test_sizes has no variant 'smal'*"])
+
+
+LEAVING = """
+import torch.distributed as dist
+from torch.distributed import HashStore
+
+def start():
+    \"""Start a group, as an example does that runs alone.
+
+    >>> start()
+    \"""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+def test_of_a_start():
+    start()
+
+def test_that_fails_after_a_start():
+    start()
+    raise ValueError
+
+def test_of_what_is_left():
+    assert not dist.is_initialized()
+"""
+
+
+def test_a_process_group_ends_with_its_example_and_fails_its_test(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(test_leaving=LEAVING)
+    found = pytester.runpytest_inprocess("--doctest-modules")
+    found.assert_outcomes(passed=2, failed=2)
+    found.stdout.fnmatch_lines(["*the test left a default process group behind*", "*ValueError*"])

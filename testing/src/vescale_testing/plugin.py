@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ._rank import DeviceType
 from ._world import World
@@ -71,6 +72,28 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     wants_gpu = item.get_closest_marker("gpu") or os.environ.get("VESCALE_TEST_DEVICE") == "cuda"
     if wants_gpu and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """End the process group that an example starts, and fail a test that leaves one.
+
+    An example is a program of its own: ``parallelize`` ends its group with the process. Here the
+    tests after it are in that process, and those that emulate ranks would find the group.
+    """
+    was_there = dist.is_initialized()
+    try:
+        yield
+    finally:
+        is_left = dist.is_initialized() and not was_there
+        if is_left:
+            dist.destroy_process_group()
+    if is_left and not isinstance(item, pytest.DoctestItem):
+        pytest.fail(
+            "the test left a default process group behind, which would be that of the tests after "
+            "it: end it, or start it in a fixture that does",
+            pytrace=False,
+        )
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` looks at marks
