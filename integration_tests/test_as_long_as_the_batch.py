@@ -65,7 +65,8 @@ def nearest(x: Tensor, prototypes: Tensor, y: Tensor) -> Tensor:
 
 
 def placed(x: Tensor, anchors: Tensor, y: Tensor) -> Tensor:
-    return F.mse_loss(x.unsqueeze(1) * anchors, y[:, None, None].expand(-1, *anchors.shape) / 1.0)
+    wanted = y.to(x.dtype)[:, None, None].expand(-1, *anchors.shape)
+    return F.mse_loss(x.unsqueeze(1) * anchors, wanted)
 
 
 def train(run: Run, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:

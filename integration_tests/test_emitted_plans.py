@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
+from vescale_dtensor import DTensor
 from vescale_parallel import ParallelPlan, parallelize
 from vescale_planner import Cluster, generate_plan
 from vescale_testing import RankError, World

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 
 import vescale
-from vescale_dtensor import CommCounter
+from vescale_dtensor import CommCounter, DTensor
 from vescale_planner import Cluster, predict
 from vescale_testing import World
 
