@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -81,4 +82,7 @@ def _refuse_replaced(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"has replaced ({replaced[0]!r}, ...). It would step on what they were before, "
             f"{_ADVICE}"
         )
-    optimizer.__dict__["_vescale_num_checked"] = len(held)
+    # What is compiled looks whenever it is traced; dynamo of torch 2.11 fails where an optimizer
+    # that was made before is given an attribute.
+    if not torch.compiler.is_compiling():
+        optimizer.__dict__["_vescale_num_checked"] = len(held)
