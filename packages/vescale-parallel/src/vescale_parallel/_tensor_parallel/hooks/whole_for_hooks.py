@@ -51,6 +51,8 @@ class WholeForHooks:
         self._axes = axes
         self._modules = [(fqn, module) for fqn, module in model.named_modules() if fqn]
         self._told: set[str] = set()
+        # What is told when the call that runs has ended, None between calls.
+        self._at_end: dict[str, str] | None = None
 
     @contextlib.contextmanager
     def proven(
@@ -69,7 +71,15 @@ class WholeForHooks:
         for each in hooked:
             self._wrap(*each)
         self._tell_of_global_hooks()
-        yield
+        self._at_end = {}
+        try:
+            yield
+            # Not of a call that has raised: how it lies could not be found for the same reason.
+            for fqn, text in self._at_end.items():
+                self._told.add(fqn)
+                warn_at_user_line(text)
+        finally:
+            self._at_end = None
 
     def _tell_of_global_hooks(self) -> None:
         for hook in (*global_forward_hooks.values(), *global_forward_pre_hooks.values()):
@@ -162,13 +172,18 @@ class WholeForHooks:
         return Seen(leaves, whole, spec, conversions, f"{_told(hook)}, a hook of {fqn!r},")
 
     def _tell(self, fqn: str, hook: Hook, slot: Slot, at: int) -> None:
-        if fqn not in self._told:
-            self._told.add(fqn)
-            warn_at_user_line(
-                f"{_told(hook)}, a hook of {fqn!r}, sees what this rank has of value {at} among "
-                f"{_SEEN[slot]}, which may not be what one device has: how it lies over ranks "
-                "could not be found"
-            )
+        text = (
+            f"{_told(hook)}, a hook of {fqn!r}, sees what this rank has of value {at} among "
+            f"{_SEEN[slot]}, which may not be what one device has: how it lies over ranks "
+            "could not be found"
+        )
+        if fqn in self._told:
+            return
+        if self._at_end is not None:
+            self._at_end.setdefault(fqn, text)
+            return
+        self._told.add(fqn)  # in backward
+        warn_at_user_line(text)
 
 
 _SEEN: dict[Slot, str] = {
