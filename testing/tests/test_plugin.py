@@ -76,3 +76,8 @@ def test_a_process_group_ends_with_its_example_and_fails_its_test(
     found = pytester.runpytest_inprocess("--doctest-modules")
     found.assert_outcomes(passed=2, failed=2)
     found.stdout.fnmatch_lines(["*the test left a default process group behind*", "*ValueError*"])
+
+
+def test_examples_of_hypothesis_are_not_timed() -> None:
+    hypothesis = pytest.importorskip("hypothesis")
+    assert hypothesis.settings.default.deadline is None

@@ -24,9 +24,7 @@ from vescale_ckpt._format.file_layout import HEADER_ALIGNMENT
 from vescale_ckpt._format.manifest import FORMAT_VERSION, MANIFEST_NAME
 from vescale_testing.memory import peak_nbytes
 
-FUZZ = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
-)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
 HEAD = b'{"vescale_ckpt":%d,"crc32":"00000000",' % FORMAT_VERSION
 # Replaced at random by one another: what a header or an index consists of.
 ODD = [

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -22,6 +23,12 @@ def pytest_configure() -> None:
     # A process group waits for its threads when it is freed, and a fork has none of them: a
     # worker of a DataLoader that came upon the garbage of an earlier test waited for ever.
     os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
+    if find_spec("hypothesis") is not None:
+        from hypothesis import settings
+
+        # By default an example that takes 0.2 s fails: on a machine with other work any may.
+        settings.register_profile("untimed", deadline=None)
+        settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -276,7 +276,6 @@ BLOCK_NBYTES = 1 << 20
 
 
 # A deadline would measure what else the machine does.
-@settings(deadline=None)
 @given(data=st.data(), nbytes=st.integers(BLOCK_NBYTES, 3 * BLOCK_NBYTES))
 def test_parts_cover_a_block_if_they_leave_no_gap_and_do_not_overlap(
     data: st.DataObject, nbytes: int

@@ -333,9 +333,7 @@ def _load_mutated(checkpoint: Path, seed: int) -> None:
         file.write_bytes(text)
 
 
-FUZZ = settings(
-    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], database=None
-)
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], database=None)
 
 
 @settings(FUZZ, max_examples=60)

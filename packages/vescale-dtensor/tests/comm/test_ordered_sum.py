@@ -34,7 +34,7 @@ def _one_after_the_other(rows: Tensor) -> Tensor:
     return total.to(rows.dtype)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @example(47, (33000,), torch.float16)
 @given(
     st.integers(1, 70),

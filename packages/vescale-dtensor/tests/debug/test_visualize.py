@@ -125,7 +125,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Pl
 
 
 @given(layouts())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_element_is_in_the_block_of_the_ranks_that_hold_it(
     layout: tuple[tuple[int, ...], tuple[int, ...], tuple[Placement, ...]],
 ) -> None:

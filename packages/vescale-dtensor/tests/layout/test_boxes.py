@@ -151,7 +151,7 @@ def layouts(draw: st.DrawFn) -> Layout:
 
 
 @given(layouts())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_boxes_of_all_ranks_tile_the_tensor(layout: Layout) -> None:
     shape, mesh_shape, placements = layout
     covered = torch.zeros(shape, dtype=torch.long)
@@ -171,7 +171,7 @@ def test_boxes_of_all_ranks_tile_the_tensor(layout: Layout) -> None:
 
 
 @given(layouts())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_local_tensor_is_what_each_axis_in_turn_leaves(layout: Layout) -> None:
     shape, mesh_shape, placements = layout
     last = len(mesh_shape) - 1

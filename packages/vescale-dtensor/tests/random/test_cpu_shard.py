@@ -25,7 +25,7 @@ def _draws(fill: Fill, tensor: torch.Tensor, point: Point) -> Draws:
     return found[0]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.sampled_from(_FILLS),
     st.integers(0, 2000),

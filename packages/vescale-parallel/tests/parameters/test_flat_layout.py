@@ -22,7 +22,6 @@ def _layout(
     return flat_layout(flat, ranks, itemsize)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 9), st.sampled_from([1, 2, 4, 8, 16]))
 def test_parameters_follow_one_another_and_ranges_are_aligned(
     shapes: list[tuple[list[int], bool]], ranks: int, itemsize: int
@@ -37,7 +36,6 @@ def test_parameters_follow_one_another_and_ranges_are_aligned(
     assert end <= layout.numel
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
 def test_ranges_hold_whole_units_and_together_every_element_once(
     shapes: list[tuple[list[int], bool]], ranks: int, itemsize: int
@@ -54,7 +52,6 @@ def test_ranges_hold_whole_units_and_together_every_element_once(
         assert held == [*range(shape.numel)]
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(1, 9), st.sampled_from([1, 4]), st.sampled_from([2, 6, 7, 64]))
 def test_ranges_begin_between_blocks(
     shapes: list[tuple[list[int], bool]], ranks: int, itemsize: int, block: int
@@ -70,7 +67,6 @@ def test_ranges_begin_between_blocks(
         assert held == [*range(shape.numel)]
 
 
-@settings(deadline=None)
 @given(SHAPES, st.integers(2, 9), st.sampled_from([1, 6, 64]))
 def test_the_placement_gives_a_rank_what_its_range_has(
     shapes: list[tuple[list[int], bool]], ranks: int, block: int
@@ -84,7 +80,7 @@ def test_the_placement_gives_a_rank_what_its_range_has(
             assert math.prod(local) == where.stop - where.start
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=3),
     st.data(),

@@ -35,7 +35,7 @@ def flops(*values: float) -> list[PartCost]:
     return [PartCost(flops=value) for value in values]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data())
 def test_no_split_has_a_lighter_heaviest_stage(data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, 7))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from vescale_parallel import (
@@ -53,7 +53,6 @@ def staged(**section: Any) -> StageMap:
     return stages
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
 def test_the_heaviest_part_is_as_light_as_of_any_cut(weights: list[int], parts: int) -> None:
     if parts > len(weights):
