@@ -188,6 +188,7 @@ SLICED: dict[str, dict[str, Any]] = {
     "data": {CP: 2, DP: 2},
     "zero 3": {CP: 2, DP: 2, ZERO: 3},
     "tensor": {CP: 2, TP: 2},
+    "sequence": {CP: 2, TP: 2, SEQUENCE: True},
     "pipeline": {CP: 2, PP: 2},
     "ring": {CP: 2, "context_parallel.method": "ring"},
 }
@@ -220,20 +221,21 @@ def test_plans_of_families_with_shared_sequences_are_one_device(
     check_sliced(world4, family, wish)
 
 
-def with_a_sharded_sequence(family: str) -> ParallelPlan:
+def with_a_sharded_sequence(family: str, context: int = 1) -> ParallelPlan:
     """Return the plan for two tensor-parallel ranks with too little memory for another."""
-    given = {TP: 2, "recompute": "none", "batch.gradient_accumulation": 1}
+    given = {TP: 2, CP: context, "recompute": "none", "batch.gradient_accumulation": 1}
+    num_ranks = 2 * context
     cluster = replace(CPU, reserved_bytes=0)
     model, batch = make(family)
     asked = {**given, SEQUENCE: False}
-    whole = generate_plan(model, asked, world_size=2, cluster=cluster, example_batch=batch)
+    whole = generate_plan(model, asked, world_size=num_ranks, cluster=cluster, example_batch=batch)
     assert whole.estimate is not None
     small = replace(cluster, memory_bytes=whole.estimate.memory_bytes - 1)
-    return generate_plan(model, given, world_size=2, cluster=small, example_batch=batch)
+    return generate_plan(model, given, world_size=num_ranks, cluster=small, example_batch=batch)
 
 
-def check_sequence(world: World, family: str) -> None:
-    plan = with_a_sharded_sequence(family)
+def check_sequence(world: World, family: str, context: int = 1) -> None:
+    plan = with_a_sharded_sequence(family, context)
     assert plan.tensor_parallel.sequence
     assert any("no plan fits without" in each for each in plan.reasons)
     with InDouble():
@@ -254,6 +256,13 @@ def test_a_sequence_of_families_is_sharded_where_that_fits_alone(
     world2: World, family: str
 ) -> None:
     check_sequence(world2, family)
+
+
+@pytest.mark.by_day("llama")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_a_slice_is_sharded_where_that_fits_alone(world4: World, family: str) -> None:
+    check_sequence(world4, family, 2)
 
 
 MIXTURES = ("mixtral", "qwen3_moe", "deepseek_v3")

@@ -287,15 +287,6 @@ def test_tied_weights_count_on_both_ends_of_a_pipeline() -> None:
         ),
         ({"context_parallel.size": 3}, 4, r"a multiple of 3 \(context_parallel\.size 3\), got 4"),
         ({"context_parallel.size": 0}, 4, r"context_parallel\.size to be a positive integer"),
-        (
-            {
-                "context_parallel.size": 2,
-                "tensor_parallel.sequence": True,
-                "tensor_parallel.size": 2,
-            },
-            4,
-            r"expected tensor_parallel\.sequence False with context_parallel\.size 2",
-        ),
         ({"expert_parallel.size": 2}, 4, r"size 2: found no experts in LlamaForCausalLM"),
         (
             {"expert_parallel.size": 3},

@@ -26,8 +26,8 @@ _KEPT = 16
 _PRICED_AGAIN, _LEAST_PART, _PROVEN = 8192, 0.25, 1024
 # What decides about the sequence, or how layers are cut, if it is constrained.
 _DECIDED = (
-    "context_parallel.size", "numerics", "tensor_parallel.sequence",
-    "tensor_parallel.sharding_plan", "tensor_parallel.sharding_policy",
+    "numerics", "tensor_parallel.sequence", "tensor_parallel.sharding_plan",
+    "tensor_parallel.sharding_policy",
 )  # fmt: skip
 
 
@@ -141,9 +141,8 @@ def _speed(scored: ScoredCandidate) -> tuple[float, object]:
 
 def _sizes(search: Search, world_size: int) -> Iterator[int]:
     given, workload = search.constraints, search.workload
-    asked = given.get("context_parallel.size") or given.get("tensor_parallel.sequence")
     attends = any(part.attention_flops for part in workload.blocks)
-    if asked or not attends:
+    if given.get("context_parallel.size") or not attends:
         return
     for size in _SIZES:
         if world_size % size == 0 and workload.tokens >= size * _FEWEST_TOKENS:
