@@ -89,7 +89,9 @@ def test_slices_of_several_batches_are_sharded(world8: World) -> None:
 @pytest.mark.by_day("gpt2-eager-plan1")
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [{}, RING, AGAIN])
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-eager", "bert", "bert-eager"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "gpt2-eager", "bert", "bert-eager", "bart", "t5", "bloom"]
+)
 def test_parts_draw_one_devices_masks(world4: World, name: str, plan: Constraints) -> None:
     test_context_dropout.check(world4, name, {**BOTH, **plan})
 

@@ -31,6 +31,9 @@ MODELS: dict[str, tuple[str, str, tuple[tuple[str, Any], ...]]] = {
     "bert-eager": ("bert", "eager", _BERT),
     "grouped-eager": ("llama", "eager", (("attention_dropout", 0.3), *_HEADS)),
     "grouped": ("llama", "sdpa", (("attention_dropout", 0.3), *_HEADS)),
+    "bart": ("bart", "sdpa", (("dropout", 0.2), ("attention_dropout", 0.1))),
+    "t5": ("t5", "eager", (("dropout_rate", 0.2),)),
+    "bloom": ("bloom", "eager", (("hidden_dropout", 0.2), ("attention_dropout", 0.2))),
     "sinks": ("gpt_oss", "eager", (("attention_dropout", 0.3),)),
     "by_hand": ("by_hand", "sdpa", ()),
 }
