@@ -222,11 +222,11 @@ class ShardedRng:
                 return func(*args, **kwargs)
             at = mark(fqn, index)
             shape = drawn_shape(func, args)
-            of_slice, sliced = self._cut(shape, scope, index, at), None
+            whole_sequence, sliced = self._cut(shape, scope, index, at), None
             if self._sliced is not None:
-                part = None if of_slice is None else of_slice.part
+                part = None if whole_sequence is None else whole_sequence.part
                 sliced = self._sliced.drawn(fqn, index, shape, drawn_order(func, args), part)
-            cut = in_slices(of_slice, sliced)
+            cut = in_slices(whole_sequence, sliced)
             if cut is not None and not self._differs(cut):
                 return func(*args, **kwargs)
             if cut is not None:
@@ -241,7 +241,7 @@ class ShardedRng:
                 f"can say how they are cut: '{at}': 'Shard(d)'",
             )
             ranks = (self._sliced.size, self._sliced.rank) if self._sliced and sliced else (1, 0)
-            with own_stream(own_position(self._place, of_slice, *ranks)):
+            with own_stream(own_position(self._place, whole_sequence, *ranks)):
                 return func(*args, **kwargs)
         finally:
             self.is_drawing = False
