@@ -79,5 +79,6 @@ def test_a_process_group_ends_with_its_example_and_fails_its_test(
 
 
 def test_examples_of_hypothesis_are_not_timed() -> None:
+    # The packages' own tests have it; these need nothing but pytest and torch.
     hypothesis = pytest.importorskip("hypothesis")
     assert hypothesis.settings.default.deadline is None
