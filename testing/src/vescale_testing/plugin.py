@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
@@ -23,6 +24,9 @@ def pytest_configure() -> None:
     # A process group waits for its threads when it is freed, and a fork has none of them: a
     # worker of a DataLoader that came upon the garbage of an earlier test waited for ever.
     os.register_at_fork(before=gc.freeze, after_in_parent=gc.unfreeze)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # As in a background job of a script, where a test would wait for its interrupt for ever.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if find_spec("hypothesis") is not None:
         from hypothesis import settings
 
