@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vescale_parallel._cross_replica.context.shown import Shown, ShownModules
 from vescale_parallel._cross_replica.context.slices import ContextThreads, SequenceSlices
 from vescale_parallel._tensor_parallel.communicators import ThreadExchange
+from vescale_parallel._torch_private import unseen_functions
 from vescale_parallel._trace.extents import Extent
 from vescale_parallel._verify.threads import run_in_threads
 
@@ -52,6 +53,17 @@ def parted(end: Callable[[Tensor], Tensor]) -> Tensor:
 
 def test_shown_modules_return_parts_of_slices() -> None:
     assert parted(lambda x: 2 * x.relu() + torch.ones(4)).shape == (2, 3, 4)
+
+
+def doubled_unseen(x: Tensor) -> Tensor:
+    """Compute where torch hands operators the tensor without asking its class for functions."""
+    with unseen_functions():
+        return x * 2
+
+
+def test_operators_are_not_given_parts_for_the_whole() -> None:
+    with pytest.raises(ValueError, match=r"takes the whole of .* ranks have parts, too"):
+        parted(doubled_unseen)
 
 
 @pytest.mark.parametrize(

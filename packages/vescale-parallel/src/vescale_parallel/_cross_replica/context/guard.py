@@ -117,7 +117,7 @@ class ContextGuard:
         """Have the blocks of a model compute on slices, in place; return them.
 
         ``compiled`` says whether torch.compile compiles what their forwards are now, ``between``
-        how many positions of a slice blocks hand on, if not all.
+        which positions of a slice blocks hand on, if not all.
         """
         self._ranks = ranks
         self._blocks = SlicedBlocks(ranks, self._method, compiled=compiled, between=between)

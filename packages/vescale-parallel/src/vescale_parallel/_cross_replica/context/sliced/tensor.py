@@ -265,6 +265,11 @@ def whole(x: SlicedTensor) -> Tensor:
     """Return the whole of a sliced tensor. Every rank must call this."""
     along, local = x.along, x.local
     shape = along.whole_shape(local.shape)
+    if along.is_part:
+        raise ValueError(
+            f"context_parallel: code in {along.call.module!r} takes the whole of something of "
+            "which tensor-parallel ranks have parts, too; set tensor_parallel.sequence to False"
+        )
     along.call.refuse_behind_it()
     if torch.Size(shape).numel() > along.call.limit:
         along.call.note()
