@@ -186,9 +186,8 @@ def build(family: str, attention: str = "sdpa", experts: str = "eager", **more: 
     else:
         config = transformers.AutoConfig.for_model(family, **{**FAMILIES[family], **more})
         kind = getattr(transformers, _HEADS.get(family, "AutoModelForCausalLM"))
-        model = kind.from_config(
-            config, attn_implementation=attention, experts_implementation=experts
-        ).double()
+        config._experts_implementation = experts
+        model = kind.from_config(config, attn_implementation=attention).double()
     for parameter in model.parameters():
         if parameter.ndim > 1:  # as drawn, attention would be nearly even
             nn.init.normal_(parameter, std=0.3)

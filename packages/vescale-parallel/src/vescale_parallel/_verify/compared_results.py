@@ -16,8 +16,13 @@ from .region import Contradiction, Findings, How, Results
 
 
 def largest_of(whole: Tensor) -> float:
-    """Return the largest magnitude of a result, by which differences of its parts are judged."""
-    return float(whole.abs().max()) if whole.numel() else 0.0
+    """Return the largest finite magnitude of a result, by which its parts are judged.
+
+    Masks are of flags, or have numbers that are infinite.
+    """
+    magnitudes = whole.abs() if whole.is_complex() else whole.double().abs()
+    magnitudes = magnitudes[magnitudes.isfinite()]
+    return float(magnitudes.max()) if magnitudes.numel() else 0.0
 
 
 def close(found: Tensor, expected: Tensor, largest: float) -> bool:

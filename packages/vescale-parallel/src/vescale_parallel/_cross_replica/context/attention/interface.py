@@ -1,7 +1,8 @@
 """Transformers' attention interface, of which blocks get attention of slices while they run.
 
 A model looks up its attention function by ``AttentionInterface.get_interface`` in every call, be
-it eager, ``sdpa`` or registered by somebody. While a block of a sliced sequence runs that name
+it eager, ``sdpa`` or registered by somebody; before transformers 5 by an index, and not the eager
+one, which is attention that is written out. While a block of a sliced sequence runs that method
 stands for one that wraps what it finds, on this thread; so functions see whole sequences of some
 heads, and decide by them (``sdpa`` takes a query of one position for a step of generation).
 """
@@ -18,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 _MODULE = "transformers.modeling_utils"
+_LOOKS_UP = ("get_interface", "__getitem__")  # of transformers 5, of 4
 
 
 class Attends(Protocol):
@@ -54,15 +56,16 @@ def interface_of(attention: Attends) -> Iterator[None]:
     """Have functions of the attention interface that are looked up here be those of slices."""
     global _num_running
     interface = getattr(sys.modules.get(_MODULE), "AttentionInterface", None)
-    if interface is None:  # nobody imported transformers
+    looks_up = next((each for each in _LOOKS_UP if hasattr(interface, each)), None)
+    if looks_up is None:  # nobody imported transformers, or there is no interface before 4.50
         yield
         return
     _here.running.append(attention)
     with _lock:
         _num_running += 1
         if _num_running == 1:
-            _plain[:] = [interface.get_interface]
-            interface.get_interface = _get_interface
+            _plain[:] = [getattr(interface, looks_up)]
+            setattr(interface, looks_up, _looked_up)
     try:
         yield
     finally:
@@ -70,10 +73,10 @@ def interface_of(attention: Attends) -> Iterator[None]:
         with _lock:
             _num_running -= 1
             if _num_running == 0:
-                interface.get_interface = _plain.pop()
+                setattr(interface, looks_up, _plain.pop())
 
 
-def _get_interface(interface: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+def _looked_up(interface: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
     name = args[0] if args else kwargs.get("attn_implementation")
     found = _plain[0](interface, *args, **kwargs)
     if not _here.running or not _here.running[-1].wants():
