@@ -232,6 +232,41 @@ class Stack(nn.Module):
         return (x_BTKH * gates[..., None] ** self.power).sum(-2)
 
 
+class Dense(nn.Module):
+    """Experts that are given a weight of each expert, as transformers 4 has those of GPT-OSS."""
+
+    def __init__(self, experts: int = 4) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, 8, 12))
+        self.bias = nn.Parameter(torch.randn(experts, 12))
+        self.down = nn.Parameter(torch.randn(experts, 12, 8))
+
+    def forward(self, x: Tensor, chosen: Any = None, gates: Any = None) -> Tensor:
+        rows, made = x.reshape(-1, x.shape[-1]), torch.zeros(x.shape[:-1].numel(), x.shape[-1])
+        for expert in range(gates.shape[1]):
+            token = (chosen == expert).any(1).nonzero()[:, 0]
+            if len(token):
+                hidden = (rows[token] @ self.up[expert] + self.bias[expert]).tanh()
+                weighted = hidden @ self.down[expert] * gates[token, expert, None]
+                made = made.to(x.dtype).index_add(0, token, weighted)
+        return made.view(len(x), -1, x.shape[-1])
+
+
+class RoutedToAll(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.experts = nn.Linear(8, 4), Dense()
+        self.folds = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores_TE = self.router(x).flatten(0, -2)
+        gates, chosen = scores_TE.topk(2)
+        gates_TE = torch.zeros_like(scores_TE).scatter(1, chosen, gates.softmax(-1))
+        x = x.flatten(0, 1) if self.folds else x
+        return self.experts(x, chosen, gates=gates_TE).pow(2).mean()
+
+
 class Routed(nn.Module):
     """A router and experts; ``offset`` is added to what the router chose."""
 
@@ -246,8 +281,8 @@ class Routed(nn.Module):
         return self.experts(x, chosen + self.offset, gates=gates).pow(2).mean()
 
 
-def by_hand(constraints: Constraints | None, rows: Tensor) -> list[Tensor]:
-    model: Any = Routed().double()
+def by_hand(kind: type[nn.Module], constraints: Constraints | None, rows: Tensor) -> list[Tensor]:
+    model: Any = kind().double()
     if constraints is not None:
         model = vescale.parallelize(make_plan(constraints), model)
         rows = rows.chunk(2)[vescale.data_parallel_rank(model)]
@@ -256,10 +291,11 @@ def by_hand(constraints: Constraints | None, rows: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.slow
-def test_experts_that_are_written_by_hand_are_shared(world2: World) -> None:
+@pytest.mark.parametrize("kind", [Routed, RoutedToAll])
+def test_experts_that_are_written_by_hand_are_shared(world2: World, kind: type[nn.Module]) -> None:
     rows = torch.randn(4, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = by_hand(None, rows)
-    for grads in world2.run(by_hand, {DP: 2, EP: 2}, rows):
+    expected = by_hand(kind, None, rows)
+    for grads in world2.run(by_hand, kind, {DP: 2, EP: 2}, rows):
         for grad, one in zip(grads, expected, strict=True):
             # Sums of float64 over tokens of two ranks, in another order.
             torch.testing.assert_close(grad, one, rtol=1e-11, atol=1e-13)
@@ -271,6 +307,18 @@ def refused(size: dict[str, int]) -> None:
     model(torch.randn(ROWS, 8))  # looks for coupled rows, on one device
     model.offset = offset
     model(torch.randn(ROWS, 8))
+
+
+def refused_folded() -> None:
+    model: Any = vescale.parallelize(make_plan({DP: 2, EP: 2}), RoutedToAll())
+    model(torch.randn(ROWS, 3, 8))
+    model.folds = True
+    model(torch.randn(ROWS, 3, 8))
+
+
+def test_rows_of_another_shape_than_seen_are_refused(world2: World) -> None:
+    message = r"expected rows \(batch, tokens, hidden\) .*'experts' takes them"
+    check(world2, ValueError, message, refused_folded)
 
 
 @pytest.mark.slow

@@ -62,6 +62,15 @@ class FirstTwo(Stack):
         return super().forward(rows, chosen, torch.stack([*weights[:, :2].unbind(1)] * 2, 1))
 
 
+class WeighsAll(Stack):
+    """Takes a batch of rows, and a weight of each expert."""
+
+    def forward(self, rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        made = super().forward(rows.flatten(0, 1), chosen, weights.gather(1, chosen))
+        assert weights.shape[1] == self.how_many
+        return made.view(len(rows), -1, rows.shape[-1])
+
+
 class AllRows(nn.Module):
     """Not chosen by row."""
 
@@ -124,6 +133,14 @@ def test_transformers_models_say_how_they_add_up(
     assert experts.parameters(model, 4) == {
         name: None for name, _ in model.named_parameters() if ".experts." in name
     }
+
+
+@pytest.mark.parametrize("count", [2, 4])  # of two, each row goes to all
+def test_weights_may_be_of_all_experts(count: int) -> None:
+    (found,) = find_experts(Moe(WeighsAll(count)), 2).stacked
+    assert (found.num_experts, found.attributes) == (count, ("how_many",))
+    assert found.weighs_all
+    assert not find_experts(Moe(Stack(count)), 2).stacked[0].weighs_all
 
 
 def test_integers_that_count_experts_are_found_among_others() -> None:

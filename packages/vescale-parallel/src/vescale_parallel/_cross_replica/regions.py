@@ -43,8 +43,8 @@ class RowByRow(Protocol):
         """Return what it takes or returns with the rows on the second of three dims."""
         ...
 
-    def as_taken(self, rows_ENH: Tensor) -> Tensor:
-        """Return such rows as it takes them."""
+    def as_taken(self, rows_ENH: Tensor, num_dims: int) -> Tensor:
+        """Return such rows as it takes them, in as many dims as those of a call if it may."""
         ...
 
 
@@ -249,11 +249,13 @@ class RowRegions:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         rows = [module.rows_of_each(self._converter.replicated(x)) for x in tensors]
         parts = iter(self._converter.to_parts(rows, [Rows(1)] * len(rows)))
-        given = [module.as_taken(next(parts)) if isinstance(x, Tensor) else x for x in leaves]
+        given = [
+            module.as_taken(next(parts), x.dim()) if isinstance(x, Tensor) else x for x in leaves
+        ]
 
         def whole(made: Tensor) -> Tensor:
             every = self._converter.whole_like(module.rows_of_each(made), rows[0], Rows(1))
-            return module.as_taken(every).reshape(*tensors[0].shape[:-1], made.shape[-1])
+            return module.as_taken(every, 2).reshape(*tensors[0].shape[:-1], made.shape[-1])
 
         return pytree.tree_unflatten(given, spec), whole
 

@@ -109,14 +109,23 @@ class _Dispatch:
             refuse_whole_batch(self._experts.fqn, (args, kwargs))
             rows, index, weights = bound(self._forward, args, kwargs)
             with profiler_range("experts"):
-                made = self._run(
-                    rows.reshape(-1, rows.shape[-1]),
-                    index.reshape(-1, index.shape[-1]),
-                    weights.reshape(-1, index.shape[-1]),
-                )
+                rows_TH = rows.reshape(-1, rows.shape[-1])
+                index_TK = index.reshape(-1, index.shape[-1])
+                made = self._run(rows_TH, index_TK, self._weights(rows, index_TK, weights))
             return made.view(rows.shape)
 
         self._module.forward = run
+
+    def _weights(self, rows: Tensor, index_TK: Tensor, weights: Tensor) -> Tensor:
+        """Return the weights of the experts of each row, (tokens, k)."""
+        if not self._experts.weighs_all:
+            return weights.reshape(index_TK.shape)
+        if rows.dim() != 3:  # seen with a batch of them alone: others may come back reshaped
+            raise ValueError(
+                f"expected rows (batch, tokens, hidden) with expert_parallel, as "
+                f"{self._experts.fqn!r} takes them, got shape {tuple(rows.shape)}"
+            )
+        return weights.reshape(len(index_TK), self._experts.num_experts).gather(1, index_TK)
 
     def _run(self, rows_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Tensor:
         num_pairs, num_slots = index_TK.numel(), index_TK.shape[-1]
@@ -152,6 +161,7 @@ class _Dispatch:
                 self._num_local,
                 given,
                 experts,
+                weighs_all=self._experts.weighs_all,
             )
         made = made[0].to(self._dtypes.of(made if len(given) else [], given))
         if made.requires_grad or not torch.is_grad_enabled():

@@ -34,6 +34,8 @@ class Experts:
         num_dims: Of its one input, if it takes as many rows for each expert, flat if 2; None if it
             takes rows, the experts of each and their weights.
         draws: Whether it draws random numbers in training.
+        weighs_all: Whether its weights are of all experts, (tokens, experts), rather than of those
+            of each row; its rows, (batch, tokens, hidden), are given back in that shape.
     """
 
     fqn: str
@@ -42,6 +44,7 @@ class Experts:
     combination: Combination
     num_dims: int | None = None
     draws: bool = False
+    weighs_all: bool = False
 
     def rows_of_each(self, tensor: Tensor) -> Tensor:
         """Return (experts, rows, features) of what the module takes or returns.
@@ -56,9 +59,9 @@ class Experts:
         self.check(tensor)
         return by_expert(tensor, self.num_experts)
 
-    def as_taken(self, rows_ENH: Tensor) -> Tensor:
-        """Return rows as the module takes them."""
-        return laid_out(rows_ENH, self.num_dims or 2)
+    def as_taken(self, rows_ENH: Tensor, num_dims: int) -> Tensor:
+        """Return rows as the module takes them, in ``num_dims`` if it may."""
+        return laid_out(rows_ENH, self.num_dims or max(num_dims, 2))
 
     def check(self, rows: Tensor) -> None:
         """Raise if what takes as many rows of each expert is called with something else."""
@@ -192,13 +195,26 @@ def call_some(
     num_experts: int,
     rows_NH: Tensor,
     expert_N: Tensor,
+    *,
+    weighs_all: bool,
 ) -> Tensor:
     """Run a module on rows that each go to one of ``num_experts``, those that it has now.
 
     With weights of one, which multiply to the same bits.
     """
     given = rows_NH, expert_N[:, None], rows_NH.new_ones(len(rows_NH), 1)
-    return call_counting(module, forward, attributes, num_experts, *given)
+    if weighs_all:
+        given = weighing_all(*given, num_experts)
+    made = call_counting(module, forward, attributes, num_experts, *given)
+    return made[0] if weighs_all else made
+
+
+def weighing_all(
+    rows_TH: Tensor, index_TK: Tensor, weights_TK: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the arguments of what takes a batch of rows, and a weight of each expert."""
+    weights_TE = weights_TK.new_zeros(len(weights_TK), num_experts)
+    return rows_TH[None], index_TK, weights_TE.scatter(1, index_TK, weights_TK)
 
 
 def call_counting(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from .experts import (
     num_stacked,
     sorted_by_expert,
     subsets,
+    weighing_all,
 )
 from .find_listed import find_listed
 from .found import FoundExperts
@@ -223,29 +224,41 @@ def _proven(fqn: str, module: nn.Module, size: int, named: Sequence[str]) -> Exp
         size: Ranks.
         named: Its integers that may count experts.
     """
-    count = num_stacked(module)
-    size = math.gcd(size, count)  # a scaled-down model may have fewer experts than ranks
+    size = math.gcd(size, num_stacked(module))  # a scaled-down model may have fewer than ranks
     with untouched_generators(seed=0), InDouble():
+        found = _proven_as(fqn, module, size, named, weighs_all=False)
+        if isinstance(found, str):
+            other = _proven_as(fqn, module, size, named, weighs_all=True)
+            found = found if isinstance(other, str) else other
+    return found
+
+
+def _proven_as(
+    fqn: str, module: nn.Module, size: int, named: Sequence[str], *, weighs_all: bool
+) -> Experts | str:
+    """Return it of a module that is given weights of the experts of a row, or of all experts."""
+    count = num_stacked(module)
+    try:
+        whole = random_copy(module)
+        called = _Called(whole, count, weighs_all)
+        rows, expected = _one_device(called)
+        draws = draws_in_training(whole, called.as_taken(*rows))
+    # What a user's module raises is why it is not understood.
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    why = ""
+    both = [name for name in counts_of(whole, count) if name in named]
+    for attributes in subsets(both):
         try:
-            whole = random_copy(module)
-            rows, expected = _one_device(whole, count)
-            draws = draws_in_training(whole, rows)
-        # What a user's module raises is why it is not understood.
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        why = ""
-        both = [name for name in counts_of(whole, count) if name in named]
-        for attributes in subsets(both):
-            try:
-                made = _shared_out(whole, rows, attributes, size)
-            except Exception as error:  # these integers were not those, or not all of them
-                raised = f"with some of its experts alone it raises {type(error).__name__}"
-                why = why or f"{raised}: {error}"
-                continue
-            why = "its results are not the sum of what each expert makes of a row, by weight"
-            if all(map(close, made, expected)):
-                combination = _combination(whole, rows, attributes)
-                return Experts(fqn, count, attributes, combination, draws=draws)
+            made = _shared_out(called, rows, attributes, size)
+        except Exception as error:  # these integers were not those, or not all of them
+            raised = f"with some of its experts alone it raises {type(error).__name__}"
+            why = why or f"{raised}: {error}"
+            continue
+        why = "its results are not the sum of what each expert makes of a row, by weight"
+        if all(map(close, made, expected)):
+            order = _combination(called, rows, attributes)
+            return Experts(fqn, count, attributes, order, draws=draws, weighs_all=weighs_all)
     return why
 
 
@@ -258,23 +271,41 @@ def _refusal(fqn: str, why: str) -> str:
     )
 
 
-def _one_device(module: nn.Module, count: int) -> tuple[Made, Made]:
+@dataclass(frozen=True)
+class _Called:
+    """A module that stacks ``count`` experts, called with rows, experts and weights of each."""
+
+    module: nn.Module
+    count: int
+    weighs_all: bool
+
+    def as_taken(self, rows_TH: Tensor, index_TK: Tensor, weights_TK: Tensor) -> Made:
+        given = rows_TH, index_TK, weights_TK
+        return weighing_all(*given, self.count) if self.weighs_all else given
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        rows, *others = self.as_taken(*given)
+        made: Tensor = self.module(rows, *others)
+        if made.shape != rows.shape:
+            raise ValueError("what it returns is not of the shape of its rows")
+        return made.view(given[0].shape)
+
+
+def _one_device(called: _Called) -> tuple[Made, Made]:
     """Return rows, experts and weights that a module takes, and what it makes of them."""
+    count = called.count
     errors = list[Exception]()
-    for hidden in _widths(module):
+    for hidden in _widths(called.module):
         rows = torch.randn(_NUM_ROWS, hidden, dtype=torch.float64)
         slots = min(_NUM_SLOTS, count)
         index = torch.rand(_NUM_ROWS, count).argsort(1)[:, :slots]
         weights = torch.rand(_NUM_ROWS, slots, dtype=torch.float64) + 0.5
         given = rows, index, weights
         try:
-            made = _with_gradients(module, given, module)
+            return given, _with_gradients(called.module, given, called)
         except Exception as error:  # arbitrary modules: of rows of another width
             errors.append(error)
-            continue
-        if made[0].shape == rows.shape:
-            return given, made
-    raise errors[0] if errors else ValueError("what it returns is not of the shape of its rows")
+    raise errors[0]
 
 
 def _widths(module: nn.Module) -> Iterator[int]:
@@ -295,16 +326,16 @@ def _with_gradients(module: nn.Module, given: Made, run: Callable[..., Tensor]) 
     return result.detach(), *grads
 
 
-def _shared_out(module: nn.Module, given: Made, attributes: tuple[str, ...], size: int) -> Made:
+def _shared_out(called: _Called, given: Made, attributes: tuple[str, ...], size: int) -> Made:
     def run(rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        made = _rows_of_experts(module, rows, index, attributes, size, num_parts=2)
+        made = _rows_of_experts(called, rows, index, attributes, size, num_parts=2)
         return combined(made, index, weights, "slots")
 
-    return _with_gradients(module, given, run)
+    return _with_gradients(called.module, given, run)
 
 
 def _rows_of_experts(
-    module: nn.Module,
+    called: _Called,
     rows_TH: Tensor,
     index_TK: Tensor,
     attributes: tuple[str, ...],
@@ -315,6 +346,7 @@ def _rows_of_experts(
 
     Each runs its rows in parts, which have to be what they are together.
     """
+    module = called.module
     whole: dict[str, Any] = dict(module._parameters)
     count = next(iter(whole.values())).shape[0]
     order, counts = sorted_by_expert(index_TK, count)
@@ -332,14 +364,15 @@ def _rows_of_experts(
                 part = slice(first, end, num_parts)
                 mine = experts[part] - rank * local
                 run = module, module.forward, attributes, local
-                made.append(call_some(*run, sent[part], mine))
+                given = sent[part], mine
+                made.append(call_some(*run, *given, weighs_all=called.weighs_all))
                 pairs.append(order[part])
         finally:
             object.__setattr__(module, "_parameters", whole)
     return torch.cat(made)[torch.cat(pairs).argsort()].view(*index_TK.shape, -1)
 
 
-def _combination(module: nn.Module, given: Made, attributes: tuple[str, ...]) -> Combination:
+def _combination(called: _Called, given: Made, attributes: tuple[str, ...]) -> Combination:
     """Return in which order a module adds up, told by the bits of its result.
 
     Not all of them: on some processors a row of a product depends on which row it is, and the
@@ -347,8 +380,8 @@ def _combination(module: nn.Module, given: Made, attributes: tuple[str, ...]) ->
     """
     rows, index, weights = given
     with torch.no_grad():
-        made = _rows_of_experts(module, rows, index, attributes, 1, num_parts=1)
-        expected = module(*given)
+        made = _rows_of_experts(called, rows, index, attributes, 1, num_parts=1)
+        expected = called(*given)
         orders: tuple[Combination, ...] = "slots", "ascending"
         return max(
             orders,
