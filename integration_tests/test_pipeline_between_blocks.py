@@ -101,6 +101,33 @@ class Lending(nn.Module):
         return F.mse_loss(x + skipped, batch["y"])
 
 
+class Half(nn.Module):
+    def __init__(self, embed: nn.Module) -> None:
+        super().__init__()
+        self.embed = embed
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor, before: Tensor) -> Tensor:
+        x = self.embed(x) + before
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class OfHalves(nn.Module):
+    """One module of three names, called before all blocks and between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.first, self.second = Half(self.shared), Half(self.shared)
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x = self.first(batch["x"], batch["x"])
+        return F.mse_loss(self.head(self.second(batch["x"], x)), batch["y"])
+
+
 def auxiliary(run: Run, *, loss: str, at: int) -> None:
     run.train(Auxiliary(loss, at))
 
@@ -142,10 +169,16 @@ PROGRAMS: dict[str, tuple[Program, Constraints]] = {
     ),
     "planned, lent": (functools.partial(planned, model=Lending, options=()), PIPELINE),
     "planned twice": (functools.partial(planned, model=Normed, options=()), PIPELINE),
+    "planned, of several names": (
+        functools.partial(planned, model=OfHalves, options=()),
+        PIPELINE,
+    ),
 }
 
 
-@pytest.mark.by_day("auxiliary of targets", "of four stages", "twice", "planned, lent")
+@pytest.mark.by_day(
+    "auxiliary of targets", "of four stages", "twice", "planned, lent", "planned, of several names"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_module_between_blocks_has_the_numbers_of_one_device(world2: World, name: str) -> None:

@@ -63,11 +63,12 @@ class PassBorders:
     now: StagePass | None = None
 
     def install(self, model: nn.Module, modules: Iterable[str]) -> None:
-        """Watch modules that are staged already, in place."""
+        """Watch modules that are staged already, in place, each by the first of its names."""
         for fqn in modules:
             module = model.get_submodule(fqn)
-            mix_in(module, _Bordered)
-            object.__setattr__(module, "_vescale_border", (self, fqn))
+            if "_vescale_border" not in vars(module):
+                mix_in(module, _Bordered)
+                object.__setattr__(module, "_vescale_border", (self, fqn))
 
 
 class _Bordered(nn.Module):
