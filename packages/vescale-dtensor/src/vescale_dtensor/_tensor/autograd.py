@@ -11,6 +11,7 @@ gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from vescale_dtensor._layout.layout import Layout, Placements, layout, replicate
 from vescale_dtensor._torch_private import DISTRIBUTED
 
 from .checks import check_local_shape
-from .dtensor import DTensor, as_dtensor, gather, layout_of, redistributed, wrap
+from .dtensor import DTensor, as_dtensor, gather, in_dtype, layout_of, redistributed, wrap
 from .strides import as_laid_out
 from .watched_memory import handed_out
 
@@ -31,17 +32,24 @@ class FromLocal(torch.autograd.Function):
     """A local part becomes a tensor; gradients flow back into the part."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, made: Layout, wanted: Placements | None) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        local: Tensor,
+        made: Layout,
+        wanted: Placements | None,
+        stride: Sequence[int] | None,
+    ) -> DTensor:
         ctx.mesh, ctx.placements = made.mesh, wanted or without_partial(made.placements)
         ctx.given = made.placements
-        return wrap(*as_laid_out(local.detach(), made))
+        return wrap(*as_laid_out(local.detach(), made, stride))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if _has_graph(grad):
             placed = _gradient(grad, ctx.mesh).redistribute(placements=ctx.placements)
-            return placed.to_local(grad_placements=ctx.given), None, None
-        return redistributed(_gradient(grad, ctx.mesh), ctx.placements)._local_tensor, None, None
+            return placed.to_local(grad_placements=ctx.given), None, None, None
+        placed = redistributed(_gradient(grad, ctx.mesh), ctx.placements)
+        return placed._local_tensor, None, None, None
 
 
 class ToLocal(torch.autograd.Function):
@@ -83,14 +91,22 @@ class Redistribute(torch.autograd.Function):
     """A tensor is placed otherwise; its gradient goes back to where it was."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: DTensor, placements: Placements) -> DTensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        tensor: DTensor,
+        placements: Placements,
+        dtype: torch.dtype | None,
+        grad_dtype: torch.dtype | None,
+    ) -> DTensor:
         ctx.mesh, ctx.placements = tensor.device_mesh, without_partial(tensor.placements)
-        result = redistributed(tensor, placements)
+        ctx.sent_as, ctx.dtype = grad_dtype or tensor.dtype, tensor.dtype
+        result = redistributed(in_dtype(tensor, dtype), placements)
         return wrap(result._local_tensor, layout_of(result)) if result is tensor else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _redistributed(_gradient(grad, ctx.mesh), ctx.placements), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        sent = _cast(_gradient(grad, ctx.mesh), ctx.sent_as)
+        return _cast(_redistributed(sent, ctx.placements), ctx.dtype), None, None, None
 
 
 def _has_graph(grad: Tensor) -> bool:
@@ -100,7 +116,7 @@ def _has_graph(grad: Tensor) -> bool:
 def _wrapped(local: Tensor, made: Layout, given: Placements) -> DTensor:
     """Return a local gradient as a tensor, whose own gradient is placed as what was given."""
     if _has_graph(local):
-        return cast(DTensor, FromLocal.apply(local, made, given))
+        return cast(DTensor, FromLocal.apply(local, made, given, None))
     return wrap(*as_laid_out(local, made))
 
 
@@ -108,6 +124,10 @@ def _redistributed(grad: DTensor, placements: Placements) -> DTensor:
     if _has_graph(grad):
         return grad.redistribute(placements=placements)
     return redistributed(grad, placements)
+
+
+def _cast(grad: DTensor, dtype: torch.dtype) -> DTensor:
+    return cast(DTensor, grad.to(dtype)) if _has_graph(grad) else in_dtype(grad, dtype)
 
 
 def _gradient(grad: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from vescale_dtensor._comm.emulation import RankTensor, per_rank
 from vescale_dtensor._layout.boxes import local_shape
-from vescale_dtensor._layout.layout import Layout, Placements
+from vescale_dtensor._layout.layout import Layout, Placements, normalized
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._redistribute.execute import redistribute_local
 
@@ -31,6 +31,28 @@ def check_count(placements: Placements, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"expected one placement per mesh axis ({mesh.ndim}), got {tuple(placements)}"
         )
+
+
+def check_stride(shape: Sequence[int] | None, stride: Sequence[int] | None) -> None:
+    """Raise ValueError unless strides are those of a shape that is given, too."""
+    if stride is not None and (shape is None or len(shape) != len(stride)):
+        raise ValueError(
+            f"expected strides of one per dim of shape={shape!r}, got stride={stride!r}"
+        )
+
+
+def target_of(
+    tensor: DTensor, device_mesh: DeviceMesh | None, placements: Sequence[Placement] | None
+) -> Placements:
+    """Return the placements ``tensor`` is to get, one per axis of its own mesh, or raise."""
+    own = tensor.device_mesh
+    if device_mesh is not None and device_mesh != own:
+        raise ValueError(f"expected the tensor's own mesh {own}, got {device_mesh}")
+    if placements is None:
+        raise ValueError("expected one placement per mesh axis, got None")
+    target = normalized(placements, tensor.ndim)
+    check_count(target, own)
+    return target
 
 
 def check_local_shape(

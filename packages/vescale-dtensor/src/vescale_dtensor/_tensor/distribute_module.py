@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +32,9 @@ def distribute_module(
             parameters as it sees fit. What it leaves becomes ``Replicate``. A parameter that
             several modules share is to be replaced in all of them by the same object.
         input_fn: Called before forward with the module, its positional arguments and the mesh;
-            returns other arguments.
-        output_fn: Called after forward with the module, its result and the mesh; returns
-            another result.
+            returns other arguments. One of two parameters is called without the module, with a
+            warning, as torch does.
+        output_fn: The same, after forward and with the module's result.
 
     Returns:
         ``module``.
@@ -42,10 +45,29 @@ def distribute_module(
             partition_fn(name, submodule, mesh)
     _replicate_rest(module, mesh)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+        before = _of_three(input_fn, "input_fn")
+        module.register_forward_pre_hook(lambda mod, inputs: before(mod, inputs, mesh))
     if output_fn is not None:
-        module.register_forward_hook(lambda mod, _, outputs: output_fn(mod, outputs, mesh))
+        after = _of_three(output_fn, "output_fn")
+        module.register_forward_hook(lambda mod, _, outputs: after(mod, outputs, mesh))
     return module
+
+
+def _of_three(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return ``function`` as one of module, values and mesh."""
+    signature = inspect.signature(function)
+    with contextlib.suppress(TypeError):
+        signature.bind(None, None, None)
+        return function
+    with contextlib.suppress(TypeError):
+        signature.bind(None, None)
+        warnings.warn(
+            f"{name} of two arguments is deprecated: let it take the module, values and the mesh",
+            FutureWarning,
+            stacklevel=3,
+        )
+        return lambda _, values, mesh: function(values, mesh)
+    raise ValueError(f"expected {name} of a module, values and a mesh, got {name}{signature}")
 
 
 def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:

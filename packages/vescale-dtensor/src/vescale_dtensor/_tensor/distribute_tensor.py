@@ -47,14 +47,20 @@ def distribute_tensor(
             tensor of the same shape, strides and dtype. None, unlike torch's 0, sends nothing.
 
     Raises:
-        ValueError: If the tensor is distributed already and otherwise, or no rank of the mesh
-            has that index along every axis.
+        ValueError: If the tensor is distributed already and otherwise, or is not a leaf of
+            autograd, or no rank of the mesh has that index along every axis.
     """
     mesh = device_mesh or default_mesh()
     given = replicated(mesh) if placements is None else normalized(placements, tensor.ndim)
     check_count(given, mesh)
     if isinstance(tensor, DISTRIBUTED):
         return _already(cast(Any, tensor), mesh, given)
+    if not tensor.is_leaf:
+        raise ValueError(
+            "expected a leaf of autograd, got a tensor that was computed of others, to which no "
+            "gradient would flow back; distribute the others, or tensor.detach(). Take "
+            "DTensor.from_local() for a part that was computed"
+        )
     if src_data_rank is None:
         full = per_rank(lambda _, whole: whole.clone(), mesh, tensor.detach())
         local = redistribute_local(full, mesh, tensor.shape, replicated(mesh), given)

@@ -35,16 +35,17 @@ from vescale_dtensor._torch_private import (
 )
 
 from . import checks
+from .checkpoint_hooks import CheckpointHooks
 from .events import tell_redistribution
 from .gradient_hooks import GradientHooks
 from .infer_global_shape import infer_layout
 from .pickled import Place, as_it_was, owned, place_of_shard
 from .python_values import PythonValues
-from .strides import are_alike, as_laid_out, in_memory_order
+from .strides import are_alike, as_laid_out, dense_order, in_memory_order
 from .watched_memory import handed_out
 
 
-class DTensor(GradientHooks, PythonValues, DTensorBase):
+class DTensor(GradientHooks, CheckpointHooks, PythonValues, DTensorBase):
     """A tensor of global shape of which every rank holds the part its placements say.
 
     Shape, dtype and ``numel()`` are those of the global tensor on every rank. Operators give
@@ -83,13 +84,14 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
             raise
 
     @staticmethod
-    def from_local(  # pyright: ignore[reportIncompatibleMethodOverride]: as torch's, without stride
+    def from_local(
         local_tensor: Tensor,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         run_check: bool = False,
         shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """Wrap this rank's part of a global tensor; gradients flow back into the part.
@@ -104,6 +106,8 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
             placements: One per mesh axis, outermost first; ``Replicate`` if not given.
             run_check: Compare the values of ranks that are said to hold the same.
             shape: Global shape. Nothing is sent then.
+            stride: Strides of the global tensor, given with its shape: the order of its dims in
+                memory. A part in another order is copied; without it the part's own order holds.
             grad_placements: How the gradient is to be placed; as the tensor itself if not
                 given, with ``Replicate`` in place of ``Partial``.
 
@@ -115,6 +119,7 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
         # What moves elements would move them without the bits of conj().
         local_tensor = local_tensor.resolve_conj().resolve_neg()
         given = replicated(mesh) if placements is None else tuple(placements)
+        checks.check_stride(shape, stride)
         if shape is None:
             shape, given = infer_layout(local_tensor, mesh, given)
         given = normalized(given, len(shape))
@@ -123,9 +128,9 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
         if run_check:
             checks.check_replicas(local_tensor, made)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
-            return wrap(*as_laid_out(local_tensor.detach(), made))
+            return wrap(*as_laid_out(local_tensor.detach(), made, stride))
         wanted = _normalized_or_none(grad_placements, len(shape))
-        return cast(DTensor, DTensor._FromLocal.apply(local_tensor, made, wanted))
+        return cast(DTensor, DTensor._FromLocal.apply(local_tensor, made, wanted, stride))
 
     def with_local(self, local_tensor: Tensor) -> DTensor:
         """Return a tensor that is cut as this one, with another part of this rank.
@@ -197,37 +202,33 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
             Tensor, DTensor._ToFull.apply(settled, _normalized_or_none(grad_placements, self.ndim))
         )
 
-    def redistribute(  # pyright: ignore[reportIncompatibleMethodOverride]: fewer options than torch's
+    def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
         async_op: bool = False,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """Return the same tensor under other placements. Every rank of the mesh must call this.
 
         Args:
             device_mesh: Must be the tensor's own mesh, if given.
             placements: One per mesh axis, outermost first.
-            async_op: Refused: the result is complete on return.
+            async_op: Taken as torch takes it; the result is complete on return all the same.
+            forward_dtype: What the parts are cast to before they are sent; the result has it.
+            backward_dtype: The same for the gradient, which has the tensor's own dtype again then.
 
         Raises:
             ValueError: If the mesh is another one.
         """
-        if async_op:
-            raise ValueError("expected async_op=False: redistribution completes before it returns")
-        if device_mesh is not None and device_mesh != self.device_mesh:
-            raise ValueError(
-                f"expected the tensor's own mesh {self.device_mesh}, got {device_mesh}"
-            )
-        if placements is None:
-            raise ValueError("expected one placement per mesh axis, got None")
-        target = normalized(placements, self.ndim)
-        checks.check_count(target, self.device_mesh)
+        target = checks.target_of(self, device_mesh, placements)
         settled = self._settled()
         if torch.is_grad_enabled() and self.requires_grad:
-            return cast(DTensor, DTensor._Redistribute.apply(settled, target))
-        return redistributed(settled, target)
+            dtypes = forward_dtype, backward_dtype
+            return cast(DTensor, DTensor._Redistribute.apply(settled, target, *dtypes))
+        return redistributed(in_dtype(settled, forward_dtype), target)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         try:
@@ -252,25 +253,6 @@ class DTensor(GradientHooks, PythonValues, DTensorBase):
         state = made.mesh, made.placements, tuple(made.shape), made.stride, self.requires_grad
         kind = isinstance(self, nn.Parameter), place_of_shard(made, protocol)
         return rebuild, (local, *state, *kind)
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        """Return what this rank writes to a torch.distributed.checkpoint checkpoint."""
-        # Here, because torch's checkpoint package takes half a second to import.
-        from .dcp_hooks import dcp_write_items
-
-        return dcp_write_items(self, fqn)
-
-    def __create_chunk_list__(self) -> list[Any]:
-        """Return the boxes this rank needs from a torch.distributed.checkpoint checkpoint."""
-        from .dcp_hooks import dcp_chunks
-
-        return dcp_chunks(self)
-
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
-        """Return the part of the local tensor that one of those boxes is."""
-        from .dcp_hooks import dcp_shard
-
-        return dcp_shard(self._settled(alone=True), index)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return what a compiler takes this tensor apart into."""
@@ -361,6 +343,15 @@ def redistributed(tensor: DTensor, placements: Placements) -> DTensor:
         tensor._local_tensor, made.mesh, made.shape, made.placements, placements
     )
     return wrap(in_memory_order(local, made.stride), target)
+
+
+def in_dtype(tensor: DTensor, dtype: torch.dtype | None) -> DTensor:
+    """Return ``tensor`` with its parts cast, pending terms too, without autograd."""
+    if dtype in (None, tensor.dtype):
+        return tensor
+    made, local = layout_of(tensor), tensor._local_tensor.to(dtype)
+    stride = dense_order(made.shape, made.stride)
+    return wrap(local, layout(made.mesh, made.placements, made.shape, stride, local.dtype))
 
 
 def layout_of(tensor: torch_dtensor.DTensor) -> Layout:

@@ -24,6 +24,7 @@ _Size = int | Sequence[int]
 def zeros(
     *size: _Size,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
@@ -33,23 +34,25 @@ def zeros(
     Args:
         size: Global shape, as integers or one sequence.
         dtype: torch's default if not given.
+        layout: ``torch.strided``; there are no others.
         requires_grad: Whether autograd records what is done to it.
         device_mesh: The mesh to distribute over; that of an enclosing ``with mesh:`` if absent.
         placements: One per mesh axis, outermost first; ``Replicate`` if not given.
     """
-    made = _layout(size, dtype, device_mesh, placements)
+    made = _layout(size, dtype, layout, device_mesh, placements)
     return _made(made, requires_grad, lambda local, _: local.zero_())
 
 
 def ones(
     *size: _Size,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Return a distributed tensor of ones; see :func:`zeros`."""
-    made = _layout(size, dtype, device_mesh, placements)
+    made = _layout(size, dtype, layout, device_mesh, placements)
     return _made(made, requires_grad, lambda local, _: local.fill_(1))
 
 
@@ -58,31 +61,34 @@ def full(
     fill_value: float,
     *,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Return a distributed tensor of one value; see :func:`zeros`."""
     dtype = dtype or torch.full((), fill_value).dtype
-    made = _layout((size,), dtype, device_mesh, placements)
+    made = _layout((size,), dtype, layout, device_mesh, placements)
     return _made(made, requires_grad, lambda local, _: local.fill_(fill_value))
 
 
 def empty(
     *size: _Size,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
 ) -> DTensor:
     """Return a distributed tensor whose values are not set; see :func:`zeros`."""
-    made = _layout(size, dtype, device_mesh, placements)
+    made = _layout(size, dtype, layout, device_mesh, placements)
     return _made(made, requires_grad, lambda local, _: local)
 
 
 def rand(
     *size: _Size,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
@@ -92,20 +98,21 @@ def rand(
 
     Generators must be in the same state on every rank; see :func:`zeros` for the rest.
     """
-    made = _layout(size, dtype, device_mesh, placements)
+    made = _layout(size, dtype, layout, device_mesh, placements)
     return _drawn(Fill("uniform_", (0.0, 1.0)), made, requires_grad, generator)
 
 
 def randn(
     *size: _Size,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
     generator: torch.Generator | None = None,
 ) -> DTensor:
     """Return normal numbers: those ``torch.randn`` draws on one device; see :func:`rand`."""
-    made = _layout(size, dtype, device_mesh, placements)
+    made = _layout(size, dtype, layout, device_mesh, placements)
     return _drawn(Fill("normal_", (0.0, 1.0)), made, requires_grad, generator)
 
 
@@ -121,9 +128,12 @@ def manual_seed(seed: int) -> torch.Generator:
 def _layout(
     size: Sequence[_Size],
     dtype: torch.dtype | None,
+    kind: torch.layout,
     device_mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> Layout:
+    if kind is not torch.strided:
+        raise ValueError(f"expected layout=torch.strided, got {kind}")
     one = size[0] if len(size) == 1 else size
     shape = cast("tuple[int, ...]", (one,) if isinstance(one, int) else tuple(one))
     mesh = device_mesh or default_mesh()

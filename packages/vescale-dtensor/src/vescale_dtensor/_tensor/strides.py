@@ -21,15 +21,20 @@ from vescale_dtensor._layout.layout import Layout, Placements, layout
 _Sizes = tuple[int, ...]
 
 
-def as_laid_out(local: Tensor, made: Layout) -> tuple[Tensor, Layout]:
+def as_laid_out(
+    local: Tensor, made: Layout, told: Sequence[int] | None = None
+) -> tuple[Tensor, Layout]:
     """Return a part of any strides, and ``made`` with those that the whole has on one device.
 
     A part is shared whether its dims are permuted, expanded or apart, as those of a slice are.
     It is copied where ranks could not tell the same of the whole: where uneven parts are apart,
     or one has a single index of a dim of which another has several; and where a dim that is cut
-    is expanded, since the ranks may repeat different values.
+    is expanded, since the ranks may repeat different values. It is copied, too, where its dims
+    are not in the order of the strides that the whole is ``told`` to have.
     """
     stride = None
+    if told is not None and not lies_as(local, told):
+        local = _reordered(local, told)
     if not local.is_contiguous():
         mesh_shape = tuple(made.mesh.shape)
         own = tuple(map(int, local.shape)), tuple(map(int, local.stride()))
@@ -96,11 +101,25 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
+def dense_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor of ``shape`` whose dims lie as ``stride`` has them."""
+    return dense_stride(torch.empty_strided(tuple(shape), tuple(stride), device="meta"))
+
+
 def in_memory_order(local: Tensor, stride: Sequence[int]) -> Tensor:
     """Return ``local`` with its dims in memory as ``stride`` has them."""
-    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
-    if order == list(range(len(stride))) or local.ndim != len(stride):
+    if _order(stride) == list(range(len(stride))) or local.ndim != len(stride):
         return local
+    return _reordered(local, stride)
+
+
+def _order(stride: Sequence[int]) -> list[int]:
+    """Return the dims, outermost in memory first."""
+    return sorted(range(len(stride)), key=lambda dim: -stride[dim])
+
+
+def _reordered(local: Tensor, stride: Sequence[int]) -> Tensor:
+    order = _order(stride)
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return _contiguous(local.permute(order)).permute(inverse)
 
@@ -109,7 +128,7 @@ def lies_as(local: Tensor, stride: Sequence[int]) -> bool:
     """Whether a part has its dims in memory in the order of ``stride``."""
     if local.ndim != len(stride):
         return True
-    order = sorted(range(len(stride)), key=lambda dim: -stride[dim])
+    order = _order(stride)
     parts = local.parts if isinstance(local, RankTensor) else (local,)
     return all(_descends(part, order) for part in parts)
 
