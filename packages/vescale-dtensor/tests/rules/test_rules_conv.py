@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from vescale_dtensor import distribute_tensor, emulate
+from vescale_dtensor import DTensor, RankTensor, distribute_tensor, emulate
 
 from .rule_checks import check, sent_bytes
 
@@ -119,3 +119,28 @@ def test_padding_of_nothing_is_all_there_is() -> None:
     check(lambda x: F.pad(x, (1, 1, 0, 0, 1, 1), value=2.0), nothing)
     nothing = torch.empty(0, 3, 3, 3, dtype=torch.float64)
     check(lambda x: F.pad(x, (1, 1, 1, 1), mode="reflect"), nothing)
+
+
+def _resized(mode: str, **how: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: F.interpolate(x, size=(3, 7), mode=mode, **how)
+
+
+ROUNDED: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...], torch.dtype]] = {
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), (3, 6, 8), torch.int64),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, 2, padding=1), (3, 6, 4, 5), torch.int64),
+    "avg_pool3d": (lambda x: F.avg_pool3d(x, 2), (3, 4, 4, 4, 2), torch.int64),
+    "bilinear": (_resized("bilinear"), (1, 3, 4, 5), torch.uint8),
+    "bicubic": (_resized("bicubic"), (1, 3, 4, 5), torch.uint8),
+    "antialiased": (_resized("bilinear", antialias=True), (1, 3, 4, 5), torch.uint8),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_what_is_rounded_to_integers_is_a_sum_not_its_terms(name: str) -> None:
+    function, shape, dtype = ROUNDED[name]
+    mesh = init_device_mesh("cpu", (4,))
+    terms = torch.randint(0, 16, (4, *shape), dtype=dtype)
+    pending = DTensor.from_local(RankTensor(list(terms)), mesh, [Partial()], shape=shape)
+    found = function(pending)
+    assert isinstance(found, DTensor)
+    assert torch.equal(found.full_tensor(), function(terms.sum(0, dtype=dtype)))

@@ -21,6 +21,7 @@ from vescale_dtensor import (
     distribute_tensor,
     emulate,
 )
+from vescale_testing import World
 
 
 @pytest.fixture
@@ -155,3 +156,22 @@ def test_functions_of_two_arguments_around_a_module_are_called_with_a_warning(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         distribute_module(nn.Linear(3, 2), mesh, output_fn=lambda *given: given[1])
+
+
+def _check_ranks_that_differ() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    first = mesh.get_rank() == 0
+    square = torch.ones(3, 3)
+    for part in (
+        square.double() if first else square,
+        square.clone().requires_grad_(first),
+        square.t().contiguous().t() if first else square,
+    ):
+        with pytest.raises(ValueError, match="expected parts of one dtype"):
+            DTensor.from_local(part, mesh, [Shard(0)], run_check=True)
+    uneven = torch.ones(3 - first, 3).t().contiguous().t()
+    assert DTensor.from_local(uneven, mesh, [Shard(0)], run_check=True).shape == (11, 3)
+
+
+def test_a_check_finds_ranks_whose_parts_differ_in_more_than_values(world4: World) -> None:
+    world4.run(_check_ranks_that_differ)

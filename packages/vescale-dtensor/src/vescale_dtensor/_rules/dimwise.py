@@ -24,7 +24,7 @@ def along(call: OpCall, dims: Iterable[int]) -> Signature:
     ndim = len(made.shape)
     whole = {dim % max(ndim, 1) for dim in dims}
     letters: Dims = tuple(None if dim in whole else dim for dim in range(ndim))
-    linear = (frozenset({0}),) if call.func in _LINEAR and _has_fractions(call) else ()
+    linear = (frozenset({0}),) if call.func in _LINEAR and has_fractions(call) else ()
     return Signature(
         (letters,) * len(call.layouts),
         (letters,) * len(call.outputs),
@@ -33,7 +33,8 @@ def along(call: OpCall, dims: Iterable[int]) -> Signature:
     )
 
 
-def _has_fractions(call: OpCall) -> bool:
+def has_fractions(call: OpCall) -> bool:
+    """Whether an operator takes and gives numbers of one floating-point or complex dtype."""
     dtypes = {call.layouts[0].dtype, *(tensor.dtype for tensor in call.outputs)}
     return len(dtypes) == 1 and all(d.is_floating_point or d.is_complex for d in dtypes)
 
@@ -119,7 +120,7 @@ def _trace(call: OpCall) -> Signature:
         return part
 
     letters = {"row": "sum", "column": "sum"}
-    linear = (frozenset({0}),) if _has_fractions(call) else ()
+    linear = (frozenset({0}),) if has_fractions(call) else ()
     return Signature((("row", "column"),), ((),), reduce=letters, linear=linear, function=function)
 
 

@@ -14,6 +14,7 @@ from vescale_dtensor._sharding.signature import Dims, Signature
 from vescale_dtensor._torch_private import OpOverload
 
 from .decompositions import unless_empty, zeros_of
+from .dimwise import has_fractions
 
 aten = torch.ops.aten
 
@@ -23,7 +24,8 @@ def planes(core: int, *, linear: bool = False, sized: str = "") -> Callable[[OpC
 
     Args:
         core: How many dims belong to one plane.
-        linear: Whether the first argument may be a pending sum.
+        linear: Whether the first argument may be a pending sum, if it has fractions: what is
+            between integers is rounded, of a sum otherwise than of its terms.
         sized: The argument that is the shape of the result, leading dims included.
     """
 
@@ -31,7 +33,7 @@ def planes(core: int, *, linear: bool = False, sized: str = "") -> Callable[[OpC
         return Signature(
             [_leading(len(made.shape), core) for made in call.layouts],
             [_leading(tensor.ndim, core) for tensor in call.outputs],
-            linear=(frozenset({0}),) if linear else (),
+            linear=(frozenset({0}),) if linear and has_fractions(call) else (),
             arguments=(lambda local: {sized: _own_shape(local)}) if sized else None,
             function=unless_empty(call),
         )

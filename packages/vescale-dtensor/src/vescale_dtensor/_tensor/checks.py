@@ -10,10 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from vescale_dtensor._comm.emulation import RankTensor, per_rank
+from vescale_dtensor._comm.primitives import all_gather_rows
 from vescale_dtensor._layout.boxes import local_shape
 from vescale_dtensor._layout.layout import Layout, Placements, normalized
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._redistribute.execute import redistribute_local
+
+# The same numbers on every rank, which all have this version of torch.
+_DTYPES = sorted({kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}, key=str)
 
 
 def is_first_replica(coordinate: Sequence[int], placements: Sequence[Placement]) -> bool:
@@ -71,6 +75,27 @@ def check_local_shape(
             )
 
     per_rank(check, mesh, local_tensor)
+
+
+def check_alike(local_tensor: Tensor, made: Layout) -> None:
+    """Raise ValueError unless parts have one dtype, lie alike, and all or none require gradients.
+
+    ``made`` has the strides that this rank found. Every rank of the mesh must call this.
+    """
+
+    def row(_: tuple[int, ...], part: Tensor) -> Tensor:
+        told = (_DTYPES.index(part.dtype), int(part.requires_grad), *made.stride)
+        return torch.tensor(told, dtype=torch.int64, device=made.mesh.device_type)
+
+    axes = tuple(range(made.mesh.ndim))
+    rows = all_gather_rows(per_rank(row, made.mesh, local_tensor), made.mesh, axes)
+    found = per_rank(lambda _, *rows: [tuple(row.tolist()) for row in rows], made.mesh, *rows)
+    if len(set(found)) > 1:
+        described = [(_DTYPES[dtype], bool(grad), stride) for dtype, grad, *stride in found]
+        raise ValueError(
+            "expected parts of one dtype, all or none of which require gradients, whose dims are "
+            f"in one order in memory; the ranks have (dtype, requires_grad, strides) {described}"
+        )
 
 
 def check_replicas(local_tensor: Tensor, made: Layout) -> None:

@@ -104,7 +104,8 @@ class DTensor(GradientHooks, CheckpointHooks, PythonValues, DTensorBase):
             local_tensor: This rank's part.
             device_mesh: The mesh the tensor lives on.
             placements: One per mesh axis, outermost first; ``Replicate`` if not given.
-            run_check: Compare the values of ranks that are said to hold the same.
+            run_check: Compare dtypes, strides and ``requires_grad`` of all ranks, and the values
+                of those that are said to hold the same.
             shape: Global shape. Nothing is sent then.
             stride: Strides of the global tensor, given with its shape: the order of its dims in
                 memory. A part in another order is copied; without it the part's own order holds.
@@ -113,7 +114,7 @@ class DTensor(GradientHooks, CheckpointHooks, PythonValues, DTensorBase):
 
         Raises:
             ValueError: If the local shapes fit no global tensor with these placements, or
-                ``run_check`` finds replicas that differ.
+                ``run_check`` finds ranks that differ.
         """
         mesh = device_mesh or default_mesh()
         # What moves elements would move them without the bits of conj().
@@ -126,6 +127,7 @@ class DTensor(GradientHooks, CheckpointHooks, PythonValues, DTensorBase):
         checks.check_local_shape(local_tensor, mesh, given, shape)
         made = layout(mesh, given, shape, None, local_tensor.dtype)
         if run_check:
+            checks.check_alike(local_tensor, as_laid_out(local_tensor.detach(), made, stride)[1])
             checks.check_replicas(local_tensor, made)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return wrap(*as_laid_out(local_tensor.detach(), made, stride))
