@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Shard
 
-from vescale_dtensor import DTensor, distribute_tensor, emulate
+from vescale_dtensor import DTensor, RankTensor, distribute_tensor, emulate
 
 from .rule_checks import check, sent_bytes
 
@@ -178,3 +178,25 @@ def test_reductions_of_nothing_are_what_they_are_on_one_device() -> None:
     for function in (torch.sum, torch.mean, torch.prod, torch.any):
         check(function, nothing)
     check(lambda x: (x.var(0), x.std(), x.var(1), x.sum(0), x.mean(0), x.logsumexp(0)), nothing)
+
+
+@pytest.mark.parametrize("order", [float("inf"), 1.0, 2.0, 3.0])
+def test_the_gradient_of_a_distance_of_pending_sums_is_that_of_the_sums(order: float) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for seed in range(8):
+        torch.manual_seed(seed)
+        terms, other = (
+            torch.randn(4, 6, 5, dtype=torch.float64),
+            torch.randn(5, dtype=torch.float64),
+        )
+        pending: Any = DTensor.from_local(
+            RankTensor(list(terms)), mesh, [Partial(), Partial()], shape=(6, 5)
+        ).requires_grad_()
+        whole: Any = ((terms[0] + terms[1]) + (terms[2] + terms[3])).requires_grad_()
+        expected: Any = torch.dist(whole, other, order)
+        found: Any = torch.dist(pending, other, order)
+        for value in (expected, found):
+            value.backward()
+        # float64: the norm is added up in another order.
+        assert torch.allclose(found.full_tensor(), expected, rtol=1e-12)
+        assert torch.allclose(pending.grad.full_tensor(), whole.grad, rtol=1e-12)

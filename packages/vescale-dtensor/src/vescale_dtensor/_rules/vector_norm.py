@@ -20,7 +20,7 @@ from vescale_dtensor._comm.primitives import all_gather_rows
 from vescale_dtensor._layout.layout import layout, replicated
 from vescale_dtensor._layout.placements import is_sharded
 from vescale_dtensor._sharding.local_plan import Plan
-from vescale_dtensor._sharding.op_call import argument_table
+from vescale_dtensor._sharding.op_call import OpCall, argument_table
 from vescale_dtensor._sharding.replicate_fallback import gathered
 from vescale_dtensor._tensor.dtensor import layout_of, wrap
 from vescale_dtensor._torch_private import DISTRIBUTED, OpOverload
@@ -47,6 +47,16 @@ def norm(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
         return gathered(func, args, kwargs) if many else norm_over_dims(func, args, kwargs)
     results = _norms(tensors, order, given.get("dtype"))
     return results if many else results[0]
+
+
+def _distance(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the norm of a difference, which is rounded as the one that autograd makes of it.
+
+    The gradient of the largest element is looked for where the difference equals the norm.
+    """
+    call = OpCall(func, args, kwargs)
+    difference = aten.sub.Tensor(call.named("self"), call.named("other"))
+    return aten.linalg_vector_norm.default(difference, call.named("p"))
 
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -147,3 +157,4 @@ HANDLERS: dict[OpOverload, Plan] = dict.fromkeys(
     ),
     norm,
 )
+DECOMPOSED: dict[OpOverload, Plan] = {aten.dist.default: _distance}
