@@ -175,3 +175,21 @@ def _check_ranks_that_differ() -> None:
 
 def test_a_check_finds_ranks_whose_parts_differ_in_more_than_values(world4: World) -> None:
     world4.run(_check_ranks_that_differ)
+
+
+@pytest.mark.parametrize("kind", ["avg", "max", "min", "product"])
+def test_the_gradient_of_a_result_is_not_taken_for_that_of_a_term(
+    mesh: DeviceMesh, kind: str
+) -> None:
+    terms = torch.tensor([[1.0, 5.0], [3.0, 2.0]])
+    result = {"avg": terms.mean(0), "max": terms.amax(0), "min": terms.amin(0)}
+    part = RankTensor(list(terms)).requires_grad_()
+    made = DTensor.from_local(part, mesh, [Partial(kind)], shape=(2,))
+    assert torch.equal(made.full_tensor(), result.get(kind, terms.prod(0)))
+    with pytest.raises(NotImplementedError, match="only terms of a sum share"):
+        torch.autograd.grad(made.full_tensor().sum(), part)
+    told = DTensor.from_local(
+        part, mesh, [Partial(kind)], shape=(2,), grad_placements=[Replicate()]
+    )
+    (grad,) = torch.autograd.grad(told.full_tensor().sum(), part)
+    assert grad.tolist() == [1.0, 1.0]

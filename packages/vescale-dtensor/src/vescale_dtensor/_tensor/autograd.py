@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement
 
 from vescale_dtensor._comm.emulation import is_emulated
 from vescale_dtensor._layout.layout import Layout, Placements, layout, replicated, without_partial
@@ -40,11 +41,18 @@ class FromLocal(torch.autograd.Function):
         stride: Sequence[int] | None,
     ) -> DTensor:
         ctx.mesh, ctx.placements = made.mesh, wanted or without_partial(made.placements)
-        ctx.given = made.placements
+        ctx.given, ctx.is_told = made.placements, wanted is not None
         return wrap(*as_laid_out(local.detach(), made, stride))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not ctx.is_told and any(map(_is_no_sum, ctx.given)):
+            raise NotImplementedError(
+                f"a term of {ctx.given} has another gradient than what the terms make up, which "
+                "only terms of a sum share: redistribute the tensor from a sum, or say how to "
+                "place the tensor's gradient, from_local(..., grad_placements=...), to take it "
+                "as the term's"
+            )
         if _has_graph(grad):
             placed = _gradient(grad, ctx.mesh).redistribute(placements=ctx.placements)
             return placed.to_local(grad_placements=ctx.given), None, None, None
@@ -107,6 +115,10 @@ class Redistribute(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         sent = _cast(_gradient(grad, ctx.mesh), ctx.sent_as)
         return _cast(_redistributed(sent, ctx.placements), ctx.dtype), None, None, None
+
+
+def _is_no_sum(placement: Placement) -> bool:
+    return isinstance(placement, Partial) and placement.reduce_op != "sum"
 
 
 def _has_graph(grad: Tensor) -> bool:

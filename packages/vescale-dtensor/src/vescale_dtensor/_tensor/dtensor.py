@@ -110,7 +110,8 @@ class DTensor(GradientHooks, CheckpointHooks, PythonValues, DTensorBase):
             stride: Strides of the global tensor, given with its shape: the order of its dims in
                 memory. A part in another order is copied; without it the part's own order holds.
             grad_placements: How the gradient is to be placed; as the tensor itself if not
-                given, with ``Replicate`` in place of ``Partial``.
+                given, with ``Replicate`` in place of ``Partial``. Terms of an average, a product
+                or an extreme have other gradients: theirs are refused, in backward, if not given.
 
         Raises:
             ValueError: If the local shapes fit no global tensor with these placements, or
