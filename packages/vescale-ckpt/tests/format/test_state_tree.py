@@ -173,6 +173,7 @@ REFUSED: dict[str, Any] = {
     "slice": slice(3),
     "ellipsis": ...,
     "function": len,
+    "class with a state": torch.nn.Linear,
     "generator": torch.Generator(),
     "default of a lambda": defaultdict(lambda: 5, {"a": 1}),
     "bool keys": {True: 1},

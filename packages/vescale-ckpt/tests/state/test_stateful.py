@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import vescale_ckpt
-from vescale_ckpt import SavedTensor
+from vescale_ckpt import CheckpointError, SavedTensor
 from vescale_dtensor import distribute_tensor
 from vescale_testing import World
 
@@ -228,3 +229,28 @@ def test_tensors_larger_than_all_buffers_survive(world2: World, tmp_path: Path) 
     vescale_ckpt.load(tmp_path / "ckpt", target)
     assert torch.equal(target["wide"].view(-1), torch.arange(9_000_000.0))
     assert torch.equal(target["tall"].view(-1), torch.arange(9_000_000.0))
+
+
+class Failing:
+    """An object that cannot say its state at the times it is told to."""
+
+    def __init__(self, fails: bool) -> None:
+        self.fails = fails
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.fails:
+            raise RuntimeError("not yet")
+        return {"a": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def test_the_object_that_does_not_give_its_state_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "ckpt"
+    message = r"at\.0: a Failing did not give its state: RuntimeError: not yet"
+    with pytest.raises(CheckpointError, match=message):
+        vescale_ckpt.save(path, {"at": [Failing(True)]})
+    vescale_ckpt.save(path, {"at": [Failing(False)]})
+    with pytest.raises(CheckpointError, match=message):
+        vescale_ckpt.load(path, {"at": [Failing(True)]})

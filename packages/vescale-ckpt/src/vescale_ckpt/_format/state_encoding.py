@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -23,7 +24,27 @@ _PLAIN_TYPES = frozenset({dict, list, tuple, str, int, float, bool, type(None)})
 
 def is_stateful(value: Any) -> TypeGuard[Stateful]:
     """Return whether ``value`` hands out its state; plain Python values are told at once."""
-    return type(value) not in _PLAIN_TYPES and isinstance(value, Stateful)
+    # A class has the methods of its objects, too, but no state.
+    is_candidate = type(value) not in _PLAIN_TYPES and not isinstance(value, type)
+    return is_candidate and isinstance(value, Stateful)
+
+
+@contextmanager
+def state_of(given: Stateful, key: str) -> Iterator[None]:
+    """Say whose state it is that could not be had, if getting it fails.
+
+    Raises:
+        CheckpointError: Instead of any other exception.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{key}: a {type(given).__name__} did not give its state: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +102,8 @@ def _encode(value: Any, path: str, group: str, encoded: Encoded) -> Json:
     if isinstance(value, PerRank):
         return _encode_per_rank(value, path, group, encoded)
     if is_stateful(value):
-        state: Any = value.state_dict()
+        with state_of(value, path):
+            state: Any = value.state_dict()
         # Whatever mapping it is, an object takes back what it has handed out.
         own = dict(state) if isinstance(state, Mapping) else state
         return _encode(own, path, group, encoded)
@@ -188,8 +210,10 @@ def _encode_scalar(value: Any, path: str) -> Json:
 
 
 def _unstorable(value: Any, path: str) -> CheckpointError:
+    named = value if isinstance(value, type) else type(value)
+    kind = "the class" if named is value else "a"
     return CheckpointError(
-        f"cannot store {path!r}: a {type(value).__module__}.{type(value).__qualname__} "
+        f"cannot store {path!r}: {kind} {named.__module__}.{named.__qualname__} "
         f"is neither a tensor, nor a JSON-able value (None, bool, int, float, str, list, tuple, "
         f"dict), nor has it state_dict() and load_state_dict(); convert it, for example with "
         f"float(), str(), dict() or torch.as_tensor(), or leave it out"

@@ -15,7 +15,7 @@ import torch
 from vescale_ckpt._format.dtypes import DTYPES
 from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._format.manifest import Manifest
-from vescale_ckpt._format.state_encoding import is_stateful
+from vescale_ckpt._format.state_encoding import is_stateful, state_of
 from vescale_ckpt._format.state_tree import (
     Json,
     below,
@@ -250,9 +250,9 @@ class _Walk:
             if self.key_filter.wants(dotted(path, name)):
                 saved[name] = self.saved_tensor(key)
         is_whole = self.key_filter.wants(path) and not self.stored.holds_below(path)
-        return template_of(
-            given, saved, partial(decode, node, self.saved_tensor) if is_whole else None
-        )
+        structure = partial(decode, node, self.saved_tensor) if is_whole else None
+        with state_of(given, path):
+            return template_of(given, saved, structure)
 
     def saved_tensor(self, key: str) -> SavedTensor:
         stored = self.manifest.stored(key)

@@ -36,6 +36,12 @@ from vescale_dtensor import Box, InterleavedShard, LocalBox, local_boxes
 # Before torch 2.13 veScale's is no subclass of torch's.
 _DISTRIBUTED = (DTensor, vescale_dtensor.DTensor)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+# What to do about a tensor of another class, by the name of that.
+_REMEDIES = {
+    "ShardedTensor": "FullyShardedDataParallel(.., device_mesh=init_device_mesh(..)) has DTensors "
+    "in its sharded state dicts instead",
+    "AsyncCollectiveTensor": "wait for the collective, with its wait()",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,12 +194,16 @@ def _ranges_of_boxes(
 
 def _checked_dtype(key: str, local: torch.Tensor) -> str:
     """Return the name of the dtype of a tensor, if that is one of plain bytes in memory."""
+    kind = type(local).__name__
+    if type(local) not in _PLAIN:
+        remedy = _REMEDIES.get(kind, "convert it to a dense torch.Tensor")
+        raise CheckpointError(f"tensor {key!r} is a {kind}, which has no plain bytes; {remedy}")
     dtype = NAMES.get(local.dtype)
-    if type(local) not in _PLAIN or local.layout is not torch.strided or local.is_nested:
-        kind = "nested" if local.is_nested else str(local.layout)
+    if local.layout is not torch.strided or local.is_nested:
+        layout = "nested" if local.is_nested else str(local.layout)
         raise CheckpointError(
-            f"tensor {key!r} is a {type(local).__name__} of layout {kind}, which has no "
-            f"plain bytes; convert it to a dense tensor"
+            f"tensor {key!r} is a {kind} of layout {layout}, which has no plain bytes; convert it "
+            f"to a dense tensor"
         )
     if local.is_meta:
         raise CheckpointError(f"tensor {key!r} is on the meta device; give it memory first")
