@@ -190,6 +190,20 @@ def test_an_argument_that_is_wrong_on_one_rank_is_told_to_all(
             assert seconds < PROMPTLY_SECONDS, name
 
 
+class WithExtraState(torch.nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": 3}
+
+
+def test_what_is_no_dict_of_tensors_is_refused_with_what_to_pass(tmp_path: Path) -> None:
+    model: Any = WithExtraState(2, 2)
+    with pytest.raises(CheckpointError, match=r"got a WithExtraState; pass its state_dict\(\)"):
+        vescale_ckpt.save_safetensors(tmp_path, model)
+    with pytest.raises(CheckpointError, match=r"'_extra_state' is a dict, .* leave it out"):
+        vescale_ckpt.save_safetensors(tmp_path, model.state_dict())
+    assert list(tmp_path.iterdir()) == []
+
+
 def save_what_ranks_see_otherwise(path: str) -> None:
     """Save tensors on sub-meshes with copies, with an axis of copies, and cut twice."""
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -72,6 +72,7 @@ def save_safetensors(
     ranks = current_control_group(timeout or _TIMEOUT)
     with ranks.together(), torch.no_grad():
         with AllOrNone(ranks) as step:
+            _check_tensors(tensors)
             units = _units(tensors, together)
             convert = convert or dict
             plan = _plan(tensors, units, convert, max_file_nbytes, stem, dict(metadata or {}))
@@ -90,6 +91,20 @@ def save_safetensors(
                 if beside is not None:
                     beside(target)
         _write(target, tensors, units, convert, plan, stem, ranks)
+
+
+def _check_tensors(tensors: object) -> None:
+    if not isinstance(tensors, Mapping):
+        remedy = "pass its state_dict()" if isinstance(tensors, torch.nn.Module) else "name them"
+        raise CheckpointError(
+            f"expected a dict of tensors by name, got a {type(tensors).__name__}; {remedy}"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(
+                f"{name!r} is a {type(tensor).__name__}, and HuggingFace's files hold tensors "
+                "only; leave it out"
+            )
 
 
 def _units(tensors: Mapping[str, Tensor], together: Iterable[Sequence[str]]) -> list[list[str]]:

@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 import torch
 
 from vescale_ckpt._format.dtypes import DTYPES
-from vescale_ckpt._format.file_layout import StoredTensor
 from vescale_ckpt._format.manifest import Manifest
 from vescale_ckpt._format.state_encoding import is_stateful, state_of
 from vescale_ckpt._format.state_tree import (
@@ -344,19 +343,18 @@ class _Walk:
         if self.row is not None and shape[:1] > (self.row,):
             shard = shard_of_row(shard, shape, self.row)
             shape = shape[1:]
-        if given_shape != shape or (stored.dtype != shard.dtype and not self.fits(stored, shard)):
+        is_castable = torch.can_cast(DTYPES[stored.dtype], DTYPES[shard.dtype])
+        is_fit = stored.dtype == shard.dtype or (self.cast and is_castable)
+        if given_shape != shape or not is_fit:
+            remedy = "" if is_fit or not is_castable else "; cast=True converts dtypes"
             self.matched.unfit.append(
                 f"{key}: the checkpoint (file {stored.file}) holds {DTYPES[stored.dtype]} of "
                 f"shape {stored.shape}, the given tensor is {given.dtype} of shape "
-                f"{tuple(given_shape)}"
+                f"{tuple(given_shape)}{remedy}"
             )
             return given
         self.matched.targets.append((shard, stored_key))
         return given
-
-    def fits(self, stored: StoredTensor, shard: LocalShard) -> bool:
-        """Return whether a tensor of another dtype may be read into this one."""
-        return self.cast and torch.can_cast(DTYPES[stored.dtype], DTYPES[shard.dtype])
 
 
 def _holds_targets(given: Any) -> bool:
