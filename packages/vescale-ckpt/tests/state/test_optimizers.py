@@ -110,6 +110,30 @@ def test_state_of_more_parameters_than_there_are_is_refused(tmp_path: Path) -> N
         vescale_ckpt.load(tmp_path / "ckpt", {"o": Nested(parameters()[:2])})
 
 
+@pytest.mark.parametrize("num_stepped", [0, 1])
+def test_parameters_without_state_have_none_again(tmp_path: Path, num_stepped: int) -> None:
+    params = parameters()
+    optimizer = optim.Adam(params)
+    for parameter in params[:num_stepped]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    vescale_ckpt.save(tmp_path / "ckpt", {"p": params, "o": optimizer})
+    expected = repr(optimizer.state_dict())
+    step(params, optimizer)
+    vescale_ckpt.load(tmp_path / "ckpt", {"p": params, "o": optimizer})
+    assert repr(optimizer.state_dict()) == expected
+
+
+def test_state_that_other_groups_lack_is_missing(tmp_path: Path) -> None:
+    optimizer = optim.Adam(parameters()[:2])
+    vescale_ckpt.save(tmp_path / "ckpt", {"o": optimizer})
+    params = parameters()
+    other = optim.Adam(params)
+    step(params, other)
+    with pytest.raises(MismatchError, match=r"missing in the checkpoint: o\.state\.2"):
+        vescale_ckpt.load(tmp_path / "ckpt", {"o": other})
+
+
 # Those whose state is of each parameter on its own.
 PER_PARAMETER = [name for name in OPTIMIZERS if name != "sgd" and "lbfgs" not in name]
 

@@ -56,6 +56,10 @@ def _optimizer_template(
     state: dict[Any, Any] = {index: dict(item) for index, item in current["state"].items()}
     stored = structure.get("state") if isinstance(structure, Mapping) else None
     if isinstance(stored, Mapping):
+        if _group_lengths(structure) == _group_lengths(current):
+            # What had no state when it was saved, frozen or not used yet, has none again.
+            known = {_index(number, parameters) for number in stored}
+            state = {key: own for key, own in state.items() if key in known or type(key) is str}
         for number, items in stored.items():
             if isinstance(items, Mapping) and (place := _index(number, parameters)) is not None:
                 own = state.setdefault(place, {})
@@ -70,6 +74,15 @@ def _optimizer_template(
             case _:
                 pass
     return {**current, "state": state}
+
+
+def _group_lengths(state: Mapping[str, Any]) -> list[int] | None:
+    """Return how many parameters each group in the state of an optimizer has."""
+    groups: Any = state.get("param_groups")
+    try:
+        return [len(group["params"]) for group in groups]
+    except (TypeError, KeyError):  # it may be anything in a checkpoint
+        return None
 
 
 def _index(number: Any, parameters: Sequence[torch.Tensor]) -> int | None:
