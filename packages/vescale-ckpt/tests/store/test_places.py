@@ -242,3 +242,30 @@ def test_a_place_that_ranks_do_not_share_is_named(
     for message in world2.run(save_from_another_directory, tmp_path, layout):
         assert "made by rank 0, is not visible here; save to a path on a file" in message
     assert [*tmp_path.glob("*/*"), *tmp_path.glob("*/.*")] == []
+
+
+def messages_of_several_paths(tmp_path: Path, layout: Any) -> list[str]:
+    rank = dist.get_rank()
+    for number in range(2):
+        vescale_ckpt.save(tmp_path / f"step-{number}", {"w": torch.full((2,), float(number))})
+    messages: list[str] = []
+    calls: list[Any] = [
+        lambda: vescale_ckpt.save(tmp_path / f"at-{rank}", {"w": torch.ones(2)}, layout=layout),
+        lambda: vescale_ckpt.load(tmp_path / f"step-{rank}", {"w": torch.ones(2)}),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError) as raised:
+            call()
+        messages.append(str(raised.value))
+    return messages
+
+
+@pytest.mark.parametrize("layout", ["shared", "per_rank"])
+def test_paths_that_differ_between_ranks_are_named(
+    world2: World, tmp_path: Path, layout: str
+) -> None:
+    for saved, loaded in world2.run(messages_of_several_paths, tmp_path, layout):
+        assert "same last part of the path on every rank, got" in saved
+        assert "'at-0' on rank 0; 'at-1' on rank 1" in saved
+        assert f"{tmp_path}/step-0 on rank 0; {tmp_path}/step-1 on rank 1: have one" in loaded
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-0", "step-1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -149,6 +149,7 @@ def _open_same(
     Returned are what reads it, the host of each rank, and what is wanted: ``chosen`` says that, or
     raises what is wrong with it.
     """
+    paths: Sequence[str] = ()
     for attempt in range(1, _MAX_ATTEMPTS + 1):
         reader: CheckpointReader | None = None
         key_filter = EVERYTHING
@@ -157,7 +158,7 @@ def _open_same(
                 key_filter = checked(chosen)
                 try:
                     reader = open_checkpoint(path)
-                    step.message = reader.digest, this_host(), options
+                    step.message = reader.digest, this_host(), options, str(reader.path)
                 except (CheckpointError, OSError):
                     # Perhaps the directory was replaced under our hands: look once more.
                     if attempt > 1:
@@ -166,14 +167,18 @@ def _open_same(
             _close(reader)
             raise
         if reader is not None and None not in step.messages:
-            digests, hosts, given = zip(*step.messages, strict=True)
+            digests, hosts, given, paths = zip(*step.messages, strict=True)
             check_same_options(given, ranks)
             if len(set(digests)) == 1:
                 return reader, list(hosts), key_filter
         _close(reader)
-    raise ranks.common(
-        CheckpointError(f"{path} is not the same on all ranks; is a job saving to it?")
+    given_paths = "; ".join(f"{where} on rank {rank}" for rank, where in enumerate(paths[:8]))
+    remedy = (
+        f"ranks were given {given_paths}: have one of them choose, and broadcast what it chose"
+        if len(set(paths)) > 1
+        else "is a job saving to it?"
     )
+    raise ranks.common(CheckpointError(f"{path} is not the same on all ranks; {remedy}"))
 
 
 def _close(reader: CheckpointReader | None) -> None:

@@ -31,7 +31,9 @@ class Destination:
     def options(self) -> dict[str, str | int | None]:
         """What all ranks have to be told alike."""
         layout: FileLayout = "per_rank" if self.has_rank_files else "shared"
-        return {"layout": layout, "keep_last": self.keep_last}
+        # Ranks may reach one place by several paths, but there it has one name.
+        name = {"last part of the path": self.storage.name}
+        return {**name, "layout": layout, "keep_last": self.keep_last}
 
 
 def destination_of(
