@@ -31,6 +31,7 @@ OPTIMIZERS: dict[str, Make] = {
     "rprop": lambda p: optim.Rprop(p),
     "rmsprop": lambda p: optim.RMSprop(p, momentum=0.9, centered=True),
     "lbfgs": lambda p: optim.LBFGS(p, lr=0.1, max_iter=3),
+    "lbfgs of one iteration": lambda p: optim.LBFGS(p, lr=0.1, max_iter=1),
     "lbfgs with line search": lambda p: optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"),
     "lbfgs with a short history": lambda p: optim.LBFGS(p, lr=0.1, max_iter=4, history_size=2),
 }
@@ -108,6 +109,20 @@ def test_state_of_more_parameters_than_there_are_is_refused(tmp_path: Path) -> N
     vescale_ckpt.save(tmp_path / "ckpt", {"o": optimizer})
     with pytest.raises(MismatchError, match=r"o\.state\.2"):
         vescale_ckpt.load(tmp_path / "ckpt", {"o": Nested(parameters()[:2])})
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_goes_back_to_where_it_was(tmp_path: Path, name: str, num_steps: int) -> None:
+    params = parameters()
+    optimizer = OPTIMIZERS[name](params)
+    step(params, optimizer)
+    vescale_ckpt.save(tmp_path / "ckpt", {"p": params, "o": optimizer})
+    expected = repr((params, optimizer.state_dict()))
+    for _ in range(num_steps):
+        step(params, optimizer)
+    vescale_ckpt.load(tmp_path / "ckpt", {"p": params, "o": optimizer})
+    assert repr((params, optimizer.state_dict())) == expected
 
 
 @pytest.mark.parametrize("num_stepped", [0, 1])

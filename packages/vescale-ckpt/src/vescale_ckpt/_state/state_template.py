@@ -63,6 +63,8 @@ def _optimizer_template(
         for number, items in stored.items():
             if isinstance(items, Mapping) and (place := _index(number, parameters)) is not None:
                 own = state.setdefault(place, {})
+                if items.keys() < own.keys():  # some of it came later, as LBFGS's ``al``
+                    own = state[place] = {name: own[name] for name in items}
                 for name, item in items.items():
                     own[name] = template.of(name, item, own.get(name), parameters[place])
         return {**current, "state": state}
