@@ -1,6 +1,8 @@
 """Who makes what takes the place of a deferred tensor."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -93,3 +95,51 @@ def test_materialising_a_real_module_changes_nothing():
     module = nn.Linear(3, 3)
     weight = module.weight
     assert materialize(module).weight is weight
+
+
+@dataclass(frozen=True)
+class Table:
+    angles: torch.Tensor
+
+
+class Rotary:
+    """A plain object with tensors, which is part of a chain of them."""
+
+    def __init__(self, before: Any) -> None:
+        self.before = before
+        self.table = Table(torch.rand(3))
+
+
+class WithObjects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.rotary: Any = None
+        for _ in range(2000):  # longer than Python recurses
+            self.rotary = Rotary(self.rotary)
+        self.rotary.owner = self
+        self.rotary.rows = {"first": (self.linear.weight[0], [SimpleNamespace(w=torch.ones(2))])}
+        self.hidden = [nn.Linear(2, 2)]
+
+
+def test_tensors_in_objects_of_any_class_are_materialised():
+    torch.manual_seed(0)
+    ordinary = WithObjects()
+    torch.manual_seed(0)
+    module = materialize(deferred_init(WithObjects))
+    here, there = module.rotary, ordinary.rotary
+    (row, rest), (expected_row, expected_rest) = here.rows["first"], there.rows["first"]
+    assert torch.equal(row, expected_row)
+    assert torch.equal(rest[0].w, expected_rest[0].w)
+    while here is not None:
+        assert torch.equal(here.table.angles, there.table.angles)
+        here, there = here.before, there.before
+
+
+def test_a_module_that_is_not_registered_is_materialised_on_its_own():
+    torch.manual_seed(0)
+    ordinary = WithObjects()
+    torch.manual_seed(0)
+    module = materialize(deferred_init(WithObjects))
+    assert is_deferred(module.hidden[0])
+    assert torch.equal(materialize(module.hidden[0]).weight, ordinary.hidden[0].weight)

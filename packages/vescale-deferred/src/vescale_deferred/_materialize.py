@@ -76,7 +76,8 @@ def materialize(module: M, *, make: ShardMaker | None = None) -> M:
     """Replace the deferred tensors of ``module`` by real ones, in place.
 
     Tensors that were one object stay one object, and without ``make`` tensors that shared memory
-    share memory. Tensors in plain attributes, lists and dicts of the module are made whole.
+    share memory. Tensors in plain attributes of the module are made whole, also in lists, dicts
+    and other objects there, but for modules that are not registered: materialise these, too.
 
     Args:
         module: Deferred, or partly so.
