@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import vescale
 from vescale_testing import World
 
 from .plans import make_plan
-from .programs import PIPELINE, WIDTH, Plain, Program, Run, right, rows, sgd
+from .programs import PIPELINE, WIDTH, Block, Plain, Program, Run, right, rows, sgd
 from .short_group import in_short_group
 from .test_bad_input import check
 
@@ -80,6 +81,20 @@ class Reports(Plain):
             "ambiguous": (norm, loss),
         }
         return outputs[self.kind]
+
+
+class Reentrant(Block):
+    """Runs again in backward, by the older of torch's ways."""
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def reentrant(run: Run) -> None:
+    """Does not warn that nothing has a gradient where blocks are run for their shapes."""
+    model = Plain()
+    model.blocks = nn.ModuleList(Reentrant() for _ in range(4))
+    run.train(model)
 
 
 def closures(run: Run) -> None:
@@ -223,7 +238,7 @@ def last_batch(run: Run) -> None:
     run.finish(model)
 
 
-@pytest.mark.by_day("closures", "defined_backwards", "last_batch")
+@pytest.mark.by_day("closures", "defined_backwards", "last_batch", "reentrant")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "program",
@@ -234,6 +249,7 @@ def last_batch(run: Run) -> None:
         held_gradients,
         last_batch,
         loop_draws,
+        reentrant,
         reports_by_name,
         reports_without_gradient,
         two_models,

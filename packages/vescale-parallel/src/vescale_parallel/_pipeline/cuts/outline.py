@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,12 @@ def outline_of(
         ValueError: If it runs on neither.
     """
     given, noted = (args, dict(kwargs)), [] if lent is None else lent
-    with without_global_hooks(), nothing_kept_outside(skeleton):
+    with (
+        without_global_hooks(),
+        nothing_kept_outside(skeleton),
+        # Nothing has a gradient here, which torch's checkpoint warns of.
+        warnings.catch_warnings(action="ignore"),
+    ):
         return _found(skeleton, fqn, given, noted)
 
 
