@@ -20,11 +20,14 @@ from .vision_language import batch_of, build, with_labels
 ACCUMULATION = "batch.gradient_accumulation"
 
 
-def steps(constraints: Constraints | None) -> tuple[list[float], dict[str, Tensor]]:
+def steps(
+    constraints: Constraints | vescale.ParallelPlan | None,
+) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of two steps, and the gradients of the second."""
     model: Any = build()
     if constraints is not None:
-        model = parallelize(make_plan(constraints), model)
+        is_made = isinstance(constraints, vescale.ParallelPlan)
+        model = parallelize(constraints if is_made else make_plan(constraints), model)
     losses: list[float] = []
     for step in range(2):
         model.zero_grad()
@@ -34,6 +37,14 @@ def steps(constraints: Constraints | None) -> tuple[list[float], dict[str, Tenso
         losses.append(float(whole(loss)))
     trained = ((fqn, p.grad) for fqn, p in model.named_parameters() if p.grad is not None)
     return losses, {fqn: whole(grad) for fqn, grad in trained}
+
+
+def planned() -> tuple[list[float], dict[str, Tensor]]:
+    """The same under a plan that was made of a batch with images, and is carried out without."""
+    batch = with_labels(batch_of(0))
+    plan = vescale.generate_plan(build(), {PP: 2, PARTS: 2}, world_size=2, example_batch=batch)
+    assert any("vision_tower" in fqn for fqn in plan.pipeline_parallel.called_behind)
+    return steps(plan)
 
 
 def same(found: tuple[list[float], dict[str, Tensor]]) -> None:
@@ -52,6 +63,12 @@ def same(found: tuple[list[float], dict[str, Tensor]]) -> None:
 @pytest.mark.slow
 def test_stages_have_the_states_that_earlier_ones_collected(world2: World) -> None:
     for found in world2.run(steps, {PP: 2, PARTS: 2}):
+        same(found)
+
+
+@pytest.mark.slow
+def test_stages_are_those_of_the_plans_example(world2: World) -> None:
+    for found in world2.run(planned):
         same(found)
 
 

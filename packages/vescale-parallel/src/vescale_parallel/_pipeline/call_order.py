@@ -107,10 +107,19 @@ def staged(
         seen = in_order.behind
     else:
         if not pipeline.block_calls and (calls := calls_of_blocks(model, batch)):
-            plan = replace(plan, pipeline_parallel=replace(pipeline, block_calls=calls))
+            called = replace(plan, pipeline_parallel=replace(pipeline, block_calls=calls))
+            if _blocks_named(plan) <= {*names_of_calls(called, model)}:
+                plan = called
         seen = places_seen(plan, model, batch)
     outside = places_outside(plan, model, seen)
     return with_split_points(plan, model, batch, outside, global_size=global_size), seen
+
+
+def _blocks_named(plan: ParallelPlan) -> set[str]:
+    """Return the blocks that a plan names: of a batch without images fewer may be called."""
+    pipeline = plan.pipeline_parallel
+    behind = (block for blocks in pipeline.called_behind.values() for block in blocks if block)
+    return {*pipeline.split_points, *behind}
 
 
 def calls_of_blocks(model: nn.Module, batch: Any) -> tuple[str, ...]:
