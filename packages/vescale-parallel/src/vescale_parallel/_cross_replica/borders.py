@@ -50,8 +50,13 @@ class NotOfParts:
     """Of a number: the batch's is neither the mean over what ranks have nor what each has."""
 
 
+@dataclass(frozen=True)
+class ListOfRows:
+    """Of a list: it has as many elements of each row, one row after the other."""
+
+
 # Where the rows are in what is returned, or what a number is; None for what has no rows.
-Output = Rows | MeanOfParts | NotOfParts | None
+Output = Rows | MeanOfParts | NotOfParts | ListOfRows | None
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,11 @@ class ModuleRows:
 
     inputs: tuple[Rows | None, ...]
     outputs: tuple[Output, ...]
+
+    @property
+    def has_lists(self) -> bool:
+        """Whether rows are in lists of what is returned, which no region makes or takes."""
+        return any(isinstance(each, ListOfRows) for each in self.outputs)
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
 from vescale_parallel._verify.compared_results import other_decision
 
 from .added.added_buffers import added_buffers
+from .batches.row_lists import fold_row_lists, with_lists
 from .borders import ModuleRows, Output, RowCoupling, structure
-from .gradients_of_parts import compare_gradients, has_gradient
+from .gradients_of_parts import compare_gradients, is_flat
 from .kept import (
     Place,
     absolute,
@@ -162,6 +163,7 @@ class _Found:
             at: rows
             for at, rows in self.module_rows.items()
             if at not in self.unclear
+            and not rows.has_lists
             and (
                 at[0] in regions
                 or (self.callers.get(at[0], set()) & regions and at not in self.mixed)
@@ -174,12 +176,14 @@ class _Found:
         rows = self.module_rows.get(at)
         if rows is None or at in self.mixed or len(rows.outputs) != len(self.names):
             return None
+        if rows.has_lists and "" in self.regions:
+            return None
         return tuple(zip(self.names, rows.outputs, strict=True))
 
     def add(self, fqn: str, whole: Call, parts: Sequence[Call]) -> None:
         at = fqn, structure((whole.args, whole.kwargs))
         if not fqn:
-            self.names = leaf_names(whole.output)
+            self.names = leaf_names(whole.output if whole.folded is None else whole.folded)
         inputs, is_clear = where_rows(whole.inputs, parts[0].inputs, self.num_rows)
         outputs, is_row_wise = where_rows(whole.outputs, parts[0].outputs, self.num_rows)
         if fqn and not any(inputs) and _tells_num_rows(whole, parts[0]):
@@ -187,7 +191,7 @@ class _Found:
             outputs = (None,) * len(outputs)
         compared = [] if fqn or not self.losses_only else [part.outputs for part in parts]
         means = with_means(outputs, parts[0].are_means, whole.outputs, compared)
-        rows = ModuleRows(inputs, means)
+        rows = ModuleRows(inputs, with_lists(means, whole.outputs))
         if not is_clear or self.module_rows.setdefault(at, rows) != rows:
             self.unclear.add(at)
         if not is_row_wise:
@@ -219,6 +223,7 @@ def _examine(
     parts = [
         run_module(module, fqn, half, whole.counts, 1, written=found.written) for half in halves
     ]
+    fold_row_lists(whole, parts)
     found.add(fqn, whole.call, [run.call for run in parts])
     if is_model:
         _look_at_kept(module, call, whole, parts, found)
@@ -226,7 +231,7 @@ def _examine(
     if why is None:
         if is_model:
             compare_gradients(whole, parts, found.num_rows)
-            found.is_flat = _is_flat(whole, parts)
+            found.is_flat = is_flat(whole, parts)
         return
     if is_model and not found.added:
         found.may_add = added_buffers(module, call, whole, parts, found.written)
@@ -276,6 +281,7 @@ def _examine_inside(
         examined.add(key)
         inside = module.get_submodule(child.removeprefix(fqn).lstrip("."))
         _examine(inside, child, call, of_halves, found)
+    fold_row_lists(whole, forced)
     noticed = [each.noticed for each in script if each.noticed]
     return noticed[0] if noticed else _difference(whole, forced, found, fqn, own=True)
 
@@ -308,8 +314,8 @@ def _again(
     second = sharing_copy(model)
     set_kept(second, whole.subject, places)
     again = run_module(second, "", call, [], NUM_PARTS, written=found.written)
-    is_other = again.error is not None or differs(whole.call.outputs, again.call.outputs)
-    return None if is_other else again
+    outputs = whole.call.unfolded_outputs, again.call.unfolded_outputs
+    return None if again.error is not None or differs(*outputs) else again
 
 
 def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: _Found) -> None:
@@ -372,16 +378,6 @@ def _difference(
 def _is_loss(output: Tensor) -> bool:
     # Equal for these rows, if it is (nan, an accuracy of 0), does not mean equal for others.
     return output.dim() == 0 and output.is_floating_point()
-
-
-def _is_flat(whole: Run, parts: Sequence[Run]) -> bool:
-    """Whether a loss is one number, whatever the rows."""
-    return any(
-        has_gradient(expected)
-        and expected.dim() == 0
-        and all(torch.equal(run.call.outputs[index], expected) for run in parts)
-        for index, expected in enumerate(whole.call.outputs)
-    )
 
 
 def _description(output: Tensor, name: str) -> str:

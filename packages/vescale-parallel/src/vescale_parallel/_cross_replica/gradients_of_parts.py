@@ -13,6 +13,7 @@ from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._torch_private import backward_within_modes
 from vescale_parallel._verify.modes.without_chance import WithoutChance
 
+from .batches.row_lists import expanded, in_lists
 from .borders import part_of_rows
 from .parts import NUM_PARTS, rows_in
 from .runs import RowCheckError, Run
@@ -28,7 +29,7 @@ class NoNumbersError(GradientsDifferError):
 
 def compare_gradients(whole: Run, parts: Sequence[Run], num_rows: int) -> None:
     """Raise if parameters' gradients are not the sum over parts of all ``num_rows``."""
-    outputs = whole.call.outputs
+    outputs = expanded(whole.call.outputs)
     weights = [torch.randn_like(x) if has_gradient(x) and x.dim() else None for x in outputs]
     left: dict[str, Tensor] = {}
     ones = [
@@ -39,9 +40,13 @@ def compare_gradients(whole: Run, parts: Sequence[Run], num_rows: int) -> None:
     sizes = {name: float(grad.abs().max()) for name, grad in left.items() if grad.numel()}
     for part, run in enumerate(parts):
         given: list[Tensor | None] = []
-        for whole_output, weight, x in zip(outputs, weights, run.call.outputs, strict=True):
+        of_lists = in_lists(run.call.outputs)
+        of_part = zip(outputs, weights, expanded(run.call.outputs), of_lists, strict=True)
+        for whole_output, weight, x, is_of_list in of_part:
             if not has_gradient(x):
                 given.append(None)
+            elif is_of_list:
+                given.append(-torch.ones_like(x) if weight is None else -weight)
             elif weight is None or x.shape == whole_output.shape:
                 full = torch.ones_like(x) if weight is None else weight
                 given.append(-full / NUM_PARTS)
@@ -66,13 +71,24 @@ def has_gradient(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad
 
 
+def is_flat(whole: Run, parts: Sequence[Run]) -> bool:
+    """Whether a loss is one number, whatever the rows."""
+    return any(
+        has_gradient(expected)
+        and expected.dim() == 0
+        and all(torch.equal(run.call.outputs[index], expected) for run in parts)
+        for index, expected in enumerate(whole.call.outputs)
+    )
+
+
 def _has_nan(x: Any) -> bool:
     return has_gradient(x) and bool(x.isnan().any())
 
 
 def _add_gradients(run: Run, cotangents: Sequence[Tensor | None], sums: dict[str, Tensor]) -> None:
     """Add a run's gradients to sums, in their memory: those of a large model are held once."""
-    pairs = [(x, c) for x, c in zip(run.call.outputs, cotangents, strict=True) if c is not None]
+    outputs = expanded(run.call.outputs)
+    pairs = [(x, c) for x, c in zip(outputs, cotangents, strict=True) if c is not None]
     wanted = {name: p for name, p in run.parameters.items() if p.requires_grad}
     if not pairs or not wanted:
         return

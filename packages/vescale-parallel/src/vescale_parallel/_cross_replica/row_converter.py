@@ -19,7 +19,7 @@ from vescale_parallel._parameters.memory_layout import dense_stride
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import is_on
 from vescale_parallel._torch_private import pytree
 
-from .borders import MeanOfParts, NotOfParts, Output, Rows
+from .borders import MeanOfParts, Output, Rows
 
 
 class RowConverter:
@@ -116,7 +116,7 @@ class RowConverter:
             return tensor
         if isinstance(rows, MeanOfParts):
             return self.mean(tensor)
-        if isinstance(rows, NotOfParts):
+        if not isinstance(rows, Rows):
             rows = None
         over_tp: tuple[Placement, ...] = (Replicate(),) if self._tp_mesh is not None else ()
         shape, local = list(tensor.shape), tensor
@@ -146,7 +146,7 @@ class RowConverter:
         return DTensor.from_local(local, self._mesh, placements, shape=number.shape)
 
     def _part(self, tensor: DTensor, rows: Output, *, is_model: bool) -> Tensor:
-        if isinstance(rows, MeanOfParts | NotOfParts):
+        if not isinstance(rows, Rows):
             rows = None
         over_tp = tensor.placements[self._num_axes :]
         is_cut_over_tp = any(map(is_sharded, over_tp))

@@ -42,12 +42,14 @@ class Call:
         kwargs: Keyword arguments.
         output: What it returned.
         are_means: Of the output's leaves, whether they are means that ranks may average.
+        folded: The output with lists of rows as leaves, if there are some.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any = None
     are_means: tuple[bool, ...] = ()
+    folded: Any = None
 
     @property
     def inputs(self) -> list[Any]:
@@ -55,6 +57,10 @@ class Call:
 
     @property
     def outputs(self) -> list[Any]:
+        return pytree.tree_leaves(self.output if self.folded is None else self.folded)
+
+    @property
+    def unfolded_outputs(self) -> list[Any]:
         return pytree.tree_leaves(self.output)
 
 

@@ -27,7 +27,14 @@ from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from vescale_dtensor import DTensor
-from vescale_parallel._cross_replica.borders import NotOfParts, Output, RowCoupling, Rows
+from vescale_parallel._cross_replica.batches.row_lists import RowList, folded
+from vescale_parallel._cross_replica.borders import (
+    ListOfRows,
+    NotOfParts,
+    Output,
+    RowCoupling,
+    Rows,
+)
 from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._model.leaf_names import leaf_names
@@ -125,6 +132,7 @@ def joined(
     Raises:
         ValueError: If a tensor of another stage was returned, or one cannot be put together.
     """
+    outputs = _with_lists(outputs, rows)
     columns = [pytree.tree_leaves(output) for output in outputs]
     leaves, spec = pytree.tree_flatten(outputs[-1])
     names = leaf_names(outputs[-1])
@@ -138,6 +146,11 @@ def joined(
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Placeholder):
             raise ValueError(_refusal(outputs[-1], names[index]))
+        if isinstance(leaf, RowList):
+            elements = [x for column in columns for x in column[index].elements]
+            tensors += [x for x in elements if isinstance(x, Tensor)]
+            leaves[index] = _told_of_list(elements, names[index])
+            continue
         if not isinstance(leaf, Tensor):
             continue
         found = [column[index] for column in columns]
@@ -173,17 +186,38 @@ def grads_of_parts(
     Returns:
         For every micro-batch, of its tensors with a graph.
     """
-    leaves = pytree.tree_leaves(outputs[-1])
-    names = [
-        name
-        for name, leaf in zip(leaf_names(outputs[-1]), leaves, strict=True)
-        if isinstance(leaf, Tensor) and leaf.requires_grad
+    outputs = _with_lists(outputs, rows)
+    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
+    found: list[list[Tensor | None]] = [[] for _ in sizes]
+    every = iter(grads)
+    for name, of_parts in zip(leaf_names(outputs[-1]), columns, strict=True):
+        if isinstance(of_parts[-1], RowList):
+            for own, part in zip(found, of_parts, strict=True):
+                trained = [x for x in part.elements if isinstance(x, Tensor) and x.requires_grad]
+                own += [next(every) for _ in trained]
+        elif isinstance(of_parts[-1], Tensor) and of_parts[-1].requires_grad:
+            grad = next(every)
+            at = (rows or {}).get(name)
+            parts = [None] * len(sizes) if grad is None else _parts(grad, at, sizes)
+            for own, part in zip(found, parts, strict=True):
+                own.append(part)
+    return found
+
+
+def _told_of_list(elements: Sequence[Tensor | NotReturned], name: str) -> list[Any]:
+    """Return what the other stages are told of the elements of a list of rows."""
+    return [
+        replace(_told(x), requires_grad=x.requires_grad, name=f"{name}[{number}]")
+        if isinstance(x, Tensor)
+        else x
+        for number, x in enumerate(elements)
     ]
-    columns = [
-        [None] * len(sizes) if grad is None else _parts(grad, (rows or {}).get(name), sizes)
-        for name, grad in zip(names, grads, strict=True)
-    ]
-    return [list(parts) for parts in zip(*columns, strict=True)]
+
+
+def _with_lists(outputs: Sequence[Any], rows: Returned | None) -> Sequence[Any]:
+    """Return outputs of micro-batches in which lists of rows are leaves."""
+    names = [name for name, at in (rows or {}).items() if isinstance(at, ListOfRows)]
+    return [folded(output, names) for output in outputs] if names else outputs
 
 
 def _parts(grad: Tensor, at: Output, sizes: Sequence[int]) -> list[Tensor | None]:
