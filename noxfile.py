@@ -197,6 +197,34 @@ def nightly(session: nox.Session) -> None:
     session.run(*pytest, *rules, env={"VESCALE_RULE_CASES": "24"})
 
 
+# Of models of transformers, and not of what one release of it alone has or says.
+OF_TRANSFORMERS = [
+    "accumulation", "collected_states", "context_dropout", "context_evaluation", "context_inputs",
+    "context_joint", "context_parallel", "deferred_checkpoint", "emulate", "fused_outputs",
+    "generate_with_encoders", "generate_with_experts", "global_face", "layers_in_lists",
+    "listed_experts", "load_other_heads", "loss_in_the_loop", "masked_tokens",
+    "one_device_equivalence", "optimizers", "own_checkpoints", "packed_projections",
+    "pipeline_cuts", "pipeline_losses", "pipeline_schedules", "pipeline_shared_blocks",
+    "predicted_memory", "proposed_plans", "recompute", "resume", "ring_attention",
+    "selective_recompute", "tensor_parallel", "verify", "vocabulary_parallel",
+]  # fmt: skip
+
+
+@nox.session
+@nox.parametrize("version", ["4.57.6", "5.24.0"])
+def other_transformers(session: nox.Session, version: str) -> None:
+    """Run tests of models on another release of transformers than the one of development."""
+    pins = Path(CONSTRAINTS).read_text(encoding="utf-8")
+    constraints = Path(session.create_tmp()) / "constraints.txt"
+    # What it asks of others of its makers has changed, too.
+    names = "transformers|tokenizers|huggingface[-_]hub|accelerate|peft|datasets|safetensors"
+    others = re.sub(rf"(?m)^({names})==.*$", "", pins)
+    constraints.write_text(f"{others}\ntransformers=={version}\n", "utf-8")
+    install_everything(session, "rich", "matplotlib", constraints=str(constraints))
+    files = [f"integration_tests/test_{name}.py" for name in OF_TRANSFORMERS]
+    session.run("pytest", *ON_ALL_PROCESSORS, *files, *session.posargs)
+
+
 @nox.session
 @nox.parametrize("version", ["2.11.0", "2.12.1", "2.14.1", "2.15.0"])
 def other_torch(session: nox.Session, version: str) -> None:
