@@ -1,4 +1,4 @@
-"""Models that return lists with an element of each row, as the features of each image."""
+"""Models that return lists or tuples with an element of each row: the features of images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Listing(Plain):
         lengths = [3 + int(self.uneven and x[0] > 0) for x in batch["x"]]
         found = [row[:length] for row, length in zip(made, lengths, strict=True)]
         if not self.has_loss:
-            return {"of_rows": found}
+            return {"of_rows": tuple(found)}
         return {"loss": F.mse_loss(made, batch["y"]), "of_rows": found, "logits": made}
 
 

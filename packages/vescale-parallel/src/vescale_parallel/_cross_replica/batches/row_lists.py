@@ -1,4 +1,4 @@
-"""Lists of results that have elements of every row, and so are as long as there are rows.
+"""Lists and tuples in results that have elements of every row, as many as there are rows.
 
 Vision-language models of transformers return the features of each image so. Ranks and
 micro-batches return lists of their rows, which one after the other are the list of the batch.
@@ -25,11 +25,13 @@ class RowList:
 
     Attributes:
         elements: What it holds.
+        kind: A list or a tuple.
         start: Which element of the list of all rows its first one is.
         total: How many elements the list of all rows has.
     """
 
     elements: tuple[Tensor | NotReturned, ...]
+    kind: type[list[Any]] | type[tuple[Any, ...]]
     start: int = 0
     total: int = 0
 
@@ -52,7 +54,8 @@ def fold_row_lists(whole: Run, parts: Sequence[Run]) -> None:
         leaves, spec = _flattened(run.call.output)
         for index in found:
             total = sum(len(each[index]) for each in of_parts)
-            leaves[index] = RowList(tuple(leaves[index]), starts[index], total)
+            held = leaves[index]
+            leaves[index] = RowList(tuple(held), type(held), starts[index], total)
             starts[index] += 0 if run is whole else len(leaves[index].elements)
         run.call.folded = pytree.tree_unflatten(leaves, spec)
         run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
@@ -76,7 +79,7 @@ def folded(tree: Any, names: Container[str]) -> Any:
     for index, leaf in enumerate(leaves):
         name = paths[index] if paths else f"leaf {count}"
         if _is_list(leaf) and name in names:
-            leaves[index] = RowList(tuple(leaf))
+            leaves[index] = RowList(tuple(leaf), type(leaf))
         count += len(leaf) if _is_list(leaves[index]) else 1
     return pytree.tree_unflatten(leaves, spec)
 
@@ -105,10 +108,10 @@ def _flattened(tree: Any) -> tuple[list[Any], Any]:
 
 def _is_list(leaf: Any) -> bool:
     kinds = Tensor | NotReturned
-    return type(leaf) is list and all(isinstance(x, kinds) for x in leaf) and bool(leaf)
+    return type(leaf) in (list, tuple) and bool(leaf) and all(isinstance(x, kinds) for x in leaf)
 
 
-def _is_made_up(whole: list[Tensor], parts: Sequence[Any]) -> bool:
+def _is_made_up(whole: Sequence[Tensor], parts: Sequence[Any]) -> bool:
     if not all(map(_is_list, parts)) or all(len(part) == len(whole) for part in parts):
         return False
     made = [x for part in parts for x in part]

@@ -149,7 +149,7 @@ def joined(
         if isinstance(leaf, RowList):
             elements = [x for column in columns for x in column[index].elements]
             tensors += [x for x in elements if isinstance(x, Tensor)]
-            leaves[index] = _told_of_list(elements, names[index])
+            leaves[index] = leaf.kind(_told_of_list(elements, names[index]))
             continue
         if not isinstance(leaf, Tensor):
             continue
