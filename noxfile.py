@@ -199,7 +199,7 @@ def nightly(session: nox.Session) -> None:
 
 # Of models of transformers, and not of what one release of it alone has or says.
 OF_TRANSFORMERS = [
-    "accumulation", "collected_states", "context_dropout", "context_evaluation", "context_inputs",
+    "accumulation", "context_dropout", "context_evaluation", "context_inputs", "lists_of_rows",
     "context_joint", "context_parallel", "deferred_checkpoint", "emulate", "fused_outputs",
     "generate_with_encoders", "generate_with_experts", "global_face", "layers_in_lists",
     "listed_experts", "load_other_heads", "loss_in_the_loop", "masked_tokens",
