@@ -88,4 +88,5 @@ def test_hooks_see_whole_masks(plan: Constraints, adds: bool) -> None:
     expected = seen(adds, None)
     for found in vescale.emulate(seen, 2, args=(adds, plan)):
         for one, other in zip(found, expected, strict=True):
+            # Float64, summed in another order.
             torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
