@@ -34,6 +34,26 @@ class Listing(Plain):
         return {"loss": F.mse_loss(made, batch["y"]), "of_rows": found, "logits": made}
 
 
+class Contrasting(Listing):
+    """Tells the rows of all ranks apart beside that."""
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Any:
+        found = super().forward(batch)
+        scores = found["logits"] @ found["logits"].T
+        return {**found, "loss": F.cross_entropy(scores, torch.arange(len(scores)))}
+
+
+def contrasted(run: Run) -> None:
+    model, optimizer = run.start(Contrasting())
+    for batch in rows():
+        loss = model(run.part(batch))["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(loss)
+    run.finish(model)
+
+
 def trained(run: Run, *, uneven: bool) -> None:
     """Reads the list in evaluation, between steps."""
     model, optimizer = run.start(Listing(uneven=uneven))
@@ -83,6 +103,11 @@ PLANS: dict[str, Constraints] = {
 @pytest.mark.parametrize("plan", PLANS)
 def test_rows_are_told_in_lists(world2: World, plan: str, uneven: bool) -> None:
     right(world2, functools.partial(trained, uneven=uneven), PLANS[plan])
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_model_that_contrasts_rows_may_return_lists(world2: World, zero: int) -> None:
+    right(world2, contrasted, {DP: 2, ZERO: zero})
 
 
 @pytest.mark.by_day("True")

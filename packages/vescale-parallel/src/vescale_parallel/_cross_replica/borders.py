@@ -68,7 +68,7 @@ class ModuleRows:
 
     @property
     def has_lists(self) -> bool:
-        """Whether rows are in lists of what is returned, which no region makes or takes."""
+        """Whether rows are in lists of what is returned: a region returns those of all rows."""
         return any(isinstance(each, ListOfRows) for each in self.outputs)
 
 

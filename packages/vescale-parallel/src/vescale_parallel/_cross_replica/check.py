@@ -159,14 +159,13 @@ class _Found:
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
         """Return those of regions, and of what can be left to run on a part of the rows."""
         regions = {*self.regions}
+        mixed = self.mixed | {at for at, rows in self.module_rows.items() if rows.has_lists}
         return {
-            at: rows
+            at: replace(rows, outputs=()) if rows.has_lists else rows
             for at, rows in self.module_rows.items()
             if at not in self.unclear
-            and not rows.has_lists
             and (
-                at[0] in regions
-                or (self.callers.get(at[0], set()) & regions and at not in self.mixed)
+                at[0] in regions or (self.callers.get(at[0], set()) & regions and at not in mixed)
             )
         }
 
