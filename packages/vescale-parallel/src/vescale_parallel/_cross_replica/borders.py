@@ -42,7 +42,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class MeanOfParts:
-    """Of a number: the batch's is the mean over what ranks have, :mod:`.means` says why."""
+    """Of a number: the batch's is the mean over what ranks have; see :mod:`.results.means`."""
 
 
 @dataclass(frozen=True)

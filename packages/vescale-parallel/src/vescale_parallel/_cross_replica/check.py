@@ -28,7 +28,6 @@ from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
 from vescale_parallel._verify.compared_results import other_decision
 
 from .added.added_buffers import added_buffers
-from .batches.row_lists import fold_row_lists, with_lists
 from .borders import ModuleRows, Output, RowCoupling, structure
 from .gradients_of_parts import compare_gradients, is_flat
 from .kept import (
@@ -41,10 +40,21 @@ from .kept import (
     with_rows,
     worth_a_warning,
 )
-from .means import is_number, with_means
 from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, same_value, where_rows
 from .ranked_rows import picks_rows
-from .runs import Call, OtherCallsError, RowCheckError, Run, Script, run_module, seeded
+from .results.means import is_number, with_means
+from .results.row_lists import with_lists
+from .runs import (
+    Call,
+    OtherCallsError,
+    RowCheckError,
+    Run,
+    Script,
+    fold_row_lists,
+    run_module,
+    seeded,
+    tells_num_rows,
+)
 
 
 class CannotRunError(RowCheckError):
@@ -185,7 +195,7 @@ class _Found:
             self.names = leaf_names(whole.output if whole.folded is None else whole.folded)
         inputs, is_clear = where_rows(whole.inputs, parts[0].inputs, self.num_rows)
         outputs, is_row_wise = where_rows(whole.outputs, parts[0].outputs, self.num_rows)
-        if fqn and not any(inputs) and _tells_num_rows(whole, parts[0]):
+        if fqn and not any(inputs) and tells_num_rows(whole, parts[0]):
             # A region's code tells the number of all rows, so it is made for all of them.
             outputs = (None,) * len(outputs)
         compared = [] if fqn or not self.losses_only else [part.outputs for part in parts]
@@ -195,12 +205,6 @@ class _Found:
             self.unclear.add(at)
         if not is_row_wise:
             self.mixed.add(at)
-
-
-def _tells_num_rows(whole: Call, part: Call) -> bool:
-    """Whether a module is given a number that counts rows."""
-    numbers = zip(whole.inputs, part.inputs, strict=False)
-    return any(type(w) is type(p) is int and w == NUM_PARTS * p != 0 for w, p in numbers)
 
 
 def _examine(

@@ -13,9 +13,9 @@ from vescale_parallel._model.random_copies import InDouble
 from vescale_parallel._torch_private import backward_within_modes
 from vescale_parallel._verify.modes.without_chance import WithoutChance
 
-from .batches.row_lists import expanded, in_lists
 from .borders import part_of_rows
 from .parts import NUM_PARTS, rows_in
+from .results.row_lists import expanded, in_lists
 from .runs import RowCheckError, Run
 
 

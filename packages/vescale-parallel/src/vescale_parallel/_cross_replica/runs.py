@@ -28,9 +28,10 @@ from vescale_parallel._verify.modes.without_chance import WithoutChance
 
 from .borders import part_of_rows
 from .kept import Kept, Place, changed, kept_in
-from .means import MeanTracker
 from .parts import NUM_PARTS, is_part, rows_in, same_value
 from .ranked_rows import Picked, PickedRows
+from .results.means import MeanTracker
+from .results.row_lists import folded_alike
 
 
 @dataclass
@@ -99,6 +100,21 @@ class Run:
     depth: int = 0
     picked: list[Picked] = field(default_factory=list[Picked])
     effects: SideEffects = field(default_factory=SideEffects)
+
+
+def tells_num_rows(whole: Call, part: Call) -> bool:
+    """Whether a module is given a number that counts rows."""
+    numbers = zip(whole.inputs, part.inputs, strict=False)
+    return any(type(w) is type(p) is int and w == NUM_PARTS * p != 0 for w, p in numbers)
+
+
+def fold_row_lists(whole: Run, parts: Sequence[Run]) -> None:
+    """Have lists with elements of each row be one leaf of what runs returned, in place."""
+    runs = whole, *parts
+    trees = folded_alike(whole.call.output, [run.call.output for run in parts])
+    for run, tree in zip(runs, trees, strict=False):
+        run.call.folded = tree
+        run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
 
 
 class RowCheckError(ValueError):

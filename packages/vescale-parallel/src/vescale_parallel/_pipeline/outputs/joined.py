@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.distributed.tensor import Placement
 
 from vescale_dtensor import DTensor
-from vescale_parallel._cross_replica.batches.row_lists import RowList, folded
 from vescale_parallel._cross_replica.borders import (
     ListOfRows,
     NotOfParts,
@@ -35,6 +34,7 @@ from vescale_parallel._cross_replica.borders import (
     RowCoupling,
     Rows,
 )
+from vescale_parallel._cross_replica.results.row_lists import RowList, folded
 from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._loss.output import Scalar, is_loss
 from vescale_parallel._model.leaf_names import leaf_names

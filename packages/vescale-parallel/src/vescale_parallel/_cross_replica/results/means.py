@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from vescale_parallel._cross_replica.borders import MeanOfParts, NotOfParts, Output, Rows
 from vescale_parallel._torch_private import pytree
-
-from .borders import MeanOfParts, NotOfParts, Output, Rows
 
 _ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 _SCALE = {

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from vescale_parallel._cross_replica.borders import ListOfRows, Output
 from vescale_parallel._cross_replica.parts import equal
-from vescale_parallel._cross_replica.runs import Run
 from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._torch_private import pytree
 
@@ -36,29 +35,32 @@ class RowList:
     total: int = 0
 
 
-def fold_row_lists(whole: Run, parts: Sequence[Run]) -> None:
-    """Have lists be one leaf of what runs returned, where those of parts make up that of all."""
-    leaves, spec = _flattened(whole.call.output)
-    of_parts = [_flattened(run.call.output)[0] for run in parts]
+def folded_alike(whole: Any, parts: Sequence[Any]) -> list[Any]:
+    """Return what all rows and parts of them gave, with lists of rows as leaves.
+
+    Lists are such where those of parts make up that of all. Nothing is returned if there are none.
+    """
+    leaves, spec = _flattened(whole)
+    of_parts = [_flattened(part)[0] for part in parts]
     if any(len(each) != len(leaves) for each in of_parts):
-        return
+        return []
     found = [
         index
         for index, leaf in enumerate(leaves)
         if _is_list(leaf) and _is_made_up(leaf, [each[index] for each in of_parts])
     ]
     if not found:
-        return
-    starts = dict.fromkeys(found, 0)
-    for run in (whole, *parts):
-        leaves, spec = _flattened(run.call.output)
+        return []
+    made, starts = list[Any](), dict.fromkeys(found, 0)
+    for tree in (whole, *parts):
+        leaves, spec = _flattened(tree)
         for index in found:
             total = sum(len(each[index]) for each in of_parts)
             held = leaves[index]
             leaves[index] = RowList(tuple(held), type(held), starts[index], total)
-            starts[index] += 0 if run is whole else len(leaves[index].elements)
-        run.call.folded = pytree.tree_unflatten(leaves, spec)
-        run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
+            starts[index] += 0 if tree is whole else len(held)
+        made.append(pytree.tree_unflatten(leaves, spec))
+    return made
 
 
 def with_lists(found: Sequence[Output], outputs: Sequence[Any]) -> tuple[Output, ...]:

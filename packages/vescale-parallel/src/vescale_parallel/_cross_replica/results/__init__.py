@@ -1,0 +1,1 @@
+"""What calls return for parts of the rows: means, and lists with elements of each row."""
