@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim import Optimizer
 
 from vescale_testing import World
 
@@ -43,14 +44,17 @@ class Contrasting(Listing):
         return {**found, "loss": F.cross_entropy(scores, torch.arange(len(scores)))}
 
 
+def step(run: Run, optimizer: Optimizer, loss: Tensor) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    run.keep(loss)
+
+
 def contrasted(run: Run) -> None:
     model, optimizer = run.start(Contrasting())
     for batch in rows():
-        loss = model(run.part(batch))["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.keep(loss)
+        step(run, optimizer, model(run.part(batch))["loss"])
     run.finish(model)
 
 
@@ -58,11 +62,7 @@ def trained(run: Run, *, uneven: bool) -> None:
     """Reads the list in evaluation, between steps."""
     model, optimizer = run.start(Listing(uneven=uneven))
     for batch in rows():
-        loss = model(run.part(batch))["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.keep(loss)
+        step(run, optimizer, model(run.part(batch))["loss"])
         with torch.no_grad():
             output = model(run.part(batch))
         assert type(output["of_rows"]) is list
@@ -82,10 +82,7 @@ def by_the_loop(run: Run, *, uneven: bool) -> None:
     for batch in rows():
         found = model(batch)["of_rows"]
         loss = sum((x.square().mean() for x in (*found[:1], *found[2:])), torch.zeros(()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        run.keep(loss)
+        step(run, optimizer, loss)
     run.finish(model)
 
 
