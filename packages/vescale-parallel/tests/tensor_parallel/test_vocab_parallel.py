@@ -87,6 +87,34 @@ def test_plain_tensors_that_meet_cut_ones_get_whole_gradients(world2: World) -> 
     world2.run(check_lifted)
 
 
+def check_written() -> None:
+    mesh = tp_mesh()
+    x_TNV = torch.randn(3, NUM_TOKENS, NUM_CLASSES, dtype=torch.float64)
+    targets_TN = torch.arange(3 * NUM_TOKENS).view(3, NUM_TOKENS) % NUM_CLASSES
+    for write in (Tensor.__setitem__, lambda all_, step, x: all_[step].copy_(x)):
+        found: list[tuple[Tensor, Tensor]] = []
+        for given in (x_TNV, distribute_tensor(x_TNV, mesh, (Shard(2),))):
+            x = given.detach().requires_grad_()
+            with LiftPlain(mesh):
+                all_TNV = torch.zeros(3, NUM_TOKENS, NUM_CLASSES, dtype=torch.float64)
+                for step in range(3):
+                    write(all_TNV, step, x[step] * (step + 1))
+                loss = F.cross_entropy(all_TNV.flatten(0, 1), targets_TN.flatten())
+            loss.backward()
+            assert type(loss) is Tensor
+            assert x.grad is not None
+            found.append((loss, whole(x.grad)))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-13, atol=1e-16)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def test_logits_that_are_written_into_a_plain_tensor_get_their_gradients(world2: World) -> None:
+    world2.run(check_written)
+
+
 def check_untouched() -> None:
     with LiftPlain(tp_mesh()):
         x = torch.ones(2, requires_grad=True)

@@ -27,13 +27,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
+from vescale_parallel._model.code import writes_to_first
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
 from vescale_parallel._torch_private import current_function_mode, pytree
 
 from .borders import NOWHERE, RowCoupling, Rows
 from .kept import settle_attributes
 from .row_converter import RowConverter, is_of_a_part, padded
-from .writes import Parted, loses_gradient, loss_of_gradient, without_graph, writes_to_first
+from .writes import Parted, loses_gradient, loss_of_gradient, without_graph
 
 
 class RowByRow(Protocol):

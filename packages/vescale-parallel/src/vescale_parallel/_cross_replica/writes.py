@@ -69,12 +69,6 @@ def without_graph(tensor: Tensor) -> Tensor:
     return tensor.detach() if isinstance(tensor, DTensor) and tensor.requires_grad else tensor
 
 
-def writes_to_first(func: Callable[..., Any]) -> bool:
-    name: str = getattr(func, "__name__", "")
-    is_dunder = name.startswith("__")
-    return name.startswith(("__i", "__setitem__")) if is_dunder else name.endswith("_")
-
-
 def loses_gradient(tensors: Sequence[Tensor]) -> bool:
     first, *others = tensors
     if isinstance(first, DTensor) or first.requires_grad or not torch.is_grad_enabled():

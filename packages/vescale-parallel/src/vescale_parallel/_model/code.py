@@ -14,6 +14,13 @@ from torch.optim import Optimizer
 from vescale_parallel._torch_private import compiled_as_one_graph
 
 
+def writes_to_first(func: Callable[..., Any]) -> bool:
+    """Whether a function of torch writes to its first argument."""
+    name: str = getattr(func, "__name__", "")
+    is_dunder = name.startswith("__")
+    return name.startswith(("__i", "__setitem__")) if is_dunder else name.endswith("_")
+
+
 def names_of_class(cls: type[nn.Module]) -> set[str]:
     """Return the names that a module's class has in its code, that of ``__init__`` left out."""
     bases = cls.__mro__[: cls.__mro__.index(nn.Module)]

@@ -10,7 +10,9 @@ Three borders keep the two worlds apart:
 
 - :func:`keep_sharded`, behind the head, from plain to distributed;
 - :class:`LiftPlain`, where a plain tensor with a gradient meets logits (an auxiliary loss that
-  is added, a learned scale): it is whole on every rank, and so must be its gradient;
+  is added, a learned scale): it is whole on every rank, and so must be its gradient. Logits that
+  are written into a plain tensor (those of every step of a decoder, into ``torch.zeros``) are
+  gathered;
 - :func:`returned`, where the model returns: what is not cut any more, a loss above all, is plain
   for the caller. Logits stay distributed.
 """
@@ -29,6 +31,7 @@ from torch.distributed.tensor import Placement
 from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor, Replicate, Shard, is_sharded
+from vescale_parallel._model.code import writes_to_first
 from vescale_parallel._tensor_parallel.chunks import part_sizes
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.sharding_spec import shard_dim
@@ -91,7 +94,11 @@ class LiftPlain(TorchFunctionMode):
         if func in _DIFFERENTIATE:
             return func(*given[0], **given[1])  # by tensors that are in the graph as they are
         if torch.is_grad_enabled() and self._is_on_any((*args, *given[1].values())):
-            given = pytree.tree_map_only(Tensor, lambda x: lifted(x, self._mesh), given)
+            if writes_to_first(func) and not isinstance(given[0][0], DTensor):
+                # Lifted, it would be another tensor: with the values, and no gradient of them.
+                given = returned(given, self._mesh, gathers=True)
+            else:
+                given = pytree.tree_map_only(Tensor, lambda x: lifted(x, self._mesh), given)
         return func(*given[0], **given[1])
 
     def _is_on_any(self, values: Sequence[Any]) -> bool:
