@@ -14,7 +14,7 @@ import vescale
 from vescale_testing import World
 
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
-from .programs import DATA, WIDTH, Plain, Run, right, rows
+from .programs import DATA, PIPELINE, TENSOR, WIDTH, Plain, Run, right, rows
 from .test_bad_input import check
 
 STAGES: dict[str, Constraints] = {**DATA, "zero1": {DP: 2, ZERO: 1}}
@@ -125,6 +125,16 @@ def test_tables_that_write_norms_or_have_sparse_gradients(
     world2: World, table: str, stage: str
 ) -> None:
     right(world2, functools.partial(words, table), STAGES[stage])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "constraints", [TENSOR, {**PIPELINE, "pipeline_parallel.head_modules": ("table",)}]
+)
+def test_sparse_gradients_that_no_other_rank_adds_to(
+    world2: World, constraints: Constraints
+) -> None:
+    right(world2, functools.partial(words, "sparse"), constraints)
 
 
 class BufferData(nn.Module):

@@ -227,8 +227,7 @@ class GradientRows:
     def write(self, grads: Mapping[ShardedParameter, Tensor]) -> None:
         """Write, or add, gradients of some of the parameters; leave zeros where there is none."""
         fresh: tuple[list[Tensor], list[Tensor]] = [], []
-        for param, given in grads.items():
-            grad = given.to_dense() if given.is_sparse else given
+        for param, grad in grads.items():
             if param in self._written:
                 self.add(param, grad)
                 continue

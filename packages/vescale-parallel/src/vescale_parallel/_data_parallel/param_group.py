@@ -246,6 +246,7 @@ class ParamGroup:
             if grad is not None:
                 self._used.add(param)
                 refuse_graphs(param, grad)
+                grad = grad.to_dense() if grad.is_sparse else grad
                 # Cast as it is packed, but for what is summed before.
                 taken[param] = grad.to(self._reduced_in(param)) if param.partial_over_tp else grad
             elif param.partial_over_tp:
