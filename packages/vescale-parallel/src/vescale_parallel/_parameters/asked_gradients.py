@@ -26,6 +26,7 @@ from torch import Tensor
 from vescale_dtensor import announced_failures
 from vescale_parallel._torch_private import comes_to, keeps_graph, parameters_of_ddp
 
+from .intermediate_results import HandedGradient, Sources
 from .sharded_parameter import ShardedParameter
 
 _OWN_PASS = (
@@ -140,10 +141,18 @@ class CallGraph:
         anchor = torch.zeros((), requires_grad=True)
         self.whole: Any = anchor.view_as(anchor)
 
-    def led_to_by(self, result: Tensor) -> Tensor:
-        """Return a result of the call from which public parameters can be asked for."""
+    def led_to_by(self, result: Tensor, handed: HandedGradient, sources: Sources) -> Tensor:
+        """Return a result of the call from which public parameters can be asked for.
+
+        Args:
+            result: It, in the graph of the call.
+            handed: What results that are computed from it give it in a backward pass.
+            sources: Results that it is computed from.
+        """
         nodes = self.node.grad_fn, self.whole.grad_fn
-        return _Result.apply(result, self.node, self.whole, nodes, self._passes)  # pyright: ignore[reportReturnType]
+        of_call = self.node, self.whole, nodes, self._passes
+        given = [each.public for each in sources.results]
+        return _Result.apply(result, *of_call, handed, sources, *given)  # pyright: ignore[reportReturnType]
 
     def handing_out(self, hand_out: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return what backward of a result is to call, that hands out gradients of the call."""
@@ -181,17 +190,31 @@ class _Result(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, result: Tensor, node: Tensor, whole: Tensor, nodes: Any, passes: _Passes
+        ctx: Any,
+        result: Tensor,
+        node: Tensor,
+        whole: Tensor,
+        nodes: Any,
+        passes: _Passes,
+        handed: HandedGradient,
+        sources: Sources,
+        *given: Tensor,
     ) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.result, ctx.nodes, ctx.passes = result, nodes, passes
+        ctx.handed, ctx.sources = handed, sources
         return result.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         publics, whole = ctx.nodes
-        if comes_to(whole) or not comes_to(publics):
-            return grad, None, None, None, None
+        grad, all_run = ctx.handed.taken_from(grad), comes_to(whole)
+        if grad is None:
+            return (None,) * (7 + len(ctx.sources.results))
+        to_sources = ctx.sources.gradients(ctx.result, grad, all_run=all_run)
+        if all_run or not comes_to(publics):
+            return (grad, *[None] * 6, *to_sources)
         behind = ctx.result.grad_fn
         goes_on = behind is not None and comes_to(behind)
         ctx.passes.results.append((ctx.result, grad.detach(), goes_on))
-        return grad, torch.zeros(()), None, None, None
+        return (grad, torch.zeros(()), *[None] * 5, *to_sources)

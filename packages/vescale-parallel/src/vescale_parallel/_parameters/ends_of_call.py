@@ -19,6 +19,7 @@ from vescale_dtensor import DTensor
 from vescale_parallel._torch_private import pytree
 
 from .asked_gradients import CallGraph
+from .intermediate_results import HandedGradient, IntermediateResult, Sources, in_graph_order
 
 
 @dataclass(eq=False)
@@ -41,18 +42,20 @@ class EndsOfCall:
     def with_inputs(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """Return what runs forward on such arguments, watched for gradients with a graph.
-
-        Forward itself if none of them needs a gradient.
-        """
-        if not torch.is_grad_enabled() or not any(
-            map(_is_wanted, pytree.tree_leaves((args, kwargs)))
-        ):
+        """Return what runs forward on such arguments, watched for gradients with a graph."""
+        if not torch.is_grad_enabled():
             return forward
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        others = [tensor for tensor in given if not tensor.requires_grad]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._inputs(args, kwargs)
-            return forward(*args, **kwargs)
+            if len(others) < len(given):
+                args, kwargs = self._inputs(args, kwargs)
+            output = forward(*args, **kwargs)
+            for tensor in filter(_is_wanted, others):
+                if tensor.is_leaf:  # of which forward has asked for the gradient
+                    tensor.register_hook(self._gradient)
+            return output
 
         return run
 
@@ -77,35 +80,54 @@ class EndsOfCall:
         """Return what a call returned, watched."""
         if not torch.is_grad_enabled():
             return output
-        watched: dict[int, Tensor] = {}
+        results = {
+            id(leaf): leaf
+            for leaf in pytree.tree_leaves(output)
+            if isinstance(leaf, Tensor) and leaf.requires_grad
+        }
+        watched = dict[int, Tensor]()
+        computed = list[Tensor]()
+        for key, result in results.items():
+            if not result.is_leaf:
+                computed.append(result)
+            elif isinstance(result, nn.Parameter):
+                watched[key] = self._watched(result).public
+            else:  # made by forward: what is computed from it has it in its graph
+                result.register_hook(self._gradient)
+        made = dict[int, IntermediateResult]()
+        for result, sources in in_graph_order(computed):
+            made[id(result)] = self._watched(result, [made[id(each)] for each in sources])
+        watched |= {key: each.public for key, each in made.items()}
+        return pytree.tree_map_only(Tensor, lambda leaf: watched.get(id(leaf), leaf), output)
 
-        def watch(leaf: Tensor) -> Tensor:
-            if not leaf.requires_grad:
-                return leaf
-            if id(leaf) not in watched:
-                # Hooks run in the order they came in. What the last block returned, and forward
-                # as it was, has the block's; backward of the call begins before that of a block.
-                first = leaf.view_as(leaf) if leaf._backward_hooks else leaf
-                self.begin(first)
-                self.plain_gradient_of(first)
-                watched[id(leaf)] = self._led_to_by(first)
-            return watched[id(leaf)]
-
-        return pytree.tree_map_only(Tensor, watch, output)
+    def _watched(
+        self, result: Tensor, sources: Sequence[IntermediateResult] = ()
+    ) -> IntermediateResult:
+        # Hooks run in the order they came in. What the last block returned, and forward as it was,
+        # has the block's; backward of the call begins before that of a block.
+        first = result.view_as(result) if result._backward_hooks else result
+        self.begin(first)
+        self.plain_gradient_of(first)
+        handed = HandedGradient()
+        public = self._led_to_by(first, handed, Sources(sources, self._with_graph))
+        return IntermediateResult(result, public, handed)
 
     def _gradient(self, grad: Tensor) -> Tensor | None:
         """Watch the gradient of an input that has a graph; see [Note: gradients with a graph]."""
         if not grad.requires_grad or self.is_running():
             return None
+        return self._with_graph(grad)
+
+    def _with_graph(self, grad: Tensor) -> Tensor:
         first = grad.view_as(grad)
         self.begin(first)
-        return self._led_to_by(first)
+        return self._led_to_by(first, HandedGradient(), Sources())
 
-    def _led_to_by(self, result: Tensor) -> Tensor:
+    def _led_to_by(self, result: Tensor, handed: HandedGradient, sources: Sources) -> Tensor:
         if not self._graphs:  # one for all, so that one pass finds what is asked for
             self._graphs.append(self.make_graph())
         graph = self._graphs[0]
-        return result if graph is None else graph.led_to_by(result)
+        return result if graph is None else graph.led_to_by(result, handed, sources)
 
 
 def _is_wanted(leaf: object) -> bool:
