@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 
 from vescale_parallel._model.copies import drop_hooks
 from vescale_parallel._model.kept_outside import nothing_kept_outside
@@ -122,6 +124,7 @@ class FakeRun:
                 nothing_kept_outside(self.model),
                 untouched_generators(),
                 refused_without_heads(),
+                _UncheckedDistributions(),
                 _Mode(self, listeners),
             ):
                 return self.model(*args, **kwargs)
@@ -175,6 +178,32 @@ class FakeRun:
                     each.raised(fqn)
 
         return entered, left
+
+
+class _UncheckedDistributions:
+    """Has ``torch.distributions`` look at no values while any thread is within.
+
+    Their checks raise where an argument or a sample is none of theirs, and compute nothing: what
+    has shapes alone runs without them. Those that code asks for (``validate_args=True``) stay.
+    """
+
+    _lock, _num_within, _are_checked = threading.Lock(), 0, True
+
+    def __enter__(self) -> Self:
+        cls = type(self)
+        with cls._lock:
+            if not cls._num_within:
+                cls._are_checked = Distribution._validate_args
+                Distribution.set_default_validate_args(False)
+            cls._num_within += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        cls = type(self)
+        with cls._lock:
+            cls._num_within -= 1
+            if not cls._num_within:
+                Distribution.set_default_validate_args(cls._are_checked)
 
 
 class _Mode(TorchDispatchMode):
