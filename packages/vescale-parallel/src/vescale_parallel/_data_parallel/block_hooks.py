@@ -70,6 +70,8 @@ def on_block(
         before_forward()
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
+        if not given:  # a hook before this one has raised
+            return None
         was_given = given.pop()
         if runs_again():
             return None
