@@ -94,7 +94,8 @@ class LiftPlain(TorchFunctionMode):
         if func in _DIFFERENTIATE:
             return func(*given[0], **given[1])  # by tensors that are in the graph as they are
         if torch.is_grad_enabled() and self._is_on_any((*args, *given[1].values())):
-            if writes_to_first(func) and not isinstance(given[0][0], DTensor):
+            written = given[0][:1] if writes_to_first(func) else ()
+            if written and not isinstance(written[0], DTensor):
                 # Lifted, it would be another tensor: with the values, and no gradient of them.
                 given = returned(given, self._mesh, gathers=True)
             else:
