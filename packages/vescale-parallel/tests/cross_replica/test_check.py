@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from vescale_parallel._cross_replica import call_guard
+from vescale_parallel._cross_replica.batches.seen import Seen
 from vescale_parallel._cross_replica.batches.small_batches import some_rows
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows, Seen
+from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows
 from vescale_parallel._cross_replica.call_guard import RowGuard
-from vescale_parallel._cross_replica.row_counts import num_rows_of, values_of_rows
+from vescale_parallel._cross_replica.dims.row_counts import num_rows_of, values_of_rows
 
 
 def coupling(model: nn.Module, *args: Any, **kwargs: Any) -> RowCoupling:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from vescale_parallel._cross_replica.borders import RowCoupling
 from vescale_parallel._cross_replica.call_guard import RowGuard
 
-IMAGE, BEGIN, LENGTH = 0, 1, 10
+IMAGE, BEGIN, LENGTH, NUM_FEATURES = 0, 1, 10, 6
 # A check takes four, or whole groups of up to 64.
 NUM_ROWS = [1, 2, 3, 4, 6, 8, 12, 16]
 
@@ -18,9 +18,11 @@ NUM_ROWS = [1, 2, 3, 4, 6, 8, 12, 16]
 class Captions(nn.Module):
     """A language model of texts with images in them, all images of all rows in one tensor."""
 
+    image_token_id: int
+
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.tower = nn.Embedding(16, 8), nn.Linear(6, 8)
+        self.tokens, self.tower = nn.Embedding(16, 8), nn.Linear(NUM_FEATURES, 8)
         self.head = nn.Linear(8, 16)
 
     def forward(self, ids: Tensor, images: Tensor) -> Tensor:
@@ -73,17 +75,40 @@ def coupling(model: nn.Module, *given: Tensor) -> tuple[RowCoupling, bool]:
     return RowGuard(model, lambda mine: [mine]).coupling(model, given, {})
 
 
-@pytest.mark.parametrize("more", [0, 1])
-@pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_rows_of_several_images_do_not_depend_on_each_other(num_rows: int, more: int) -> None:
-    """With as many in each row, or more in one of them."""
+def with_images(num_rows: int, more: int) -> tuple[Tensor, Tensor]:
+    """Return texts with two images each, and more in the first one."""
     ids = texts(num_rows)
     ids[:, 2:4], ids[0, 4 : 4 + more] = IMAGE, IMAGE
-    model, images = Captions(), torch.randn(2 * num_rows + more, 6)
+    return ids, torch.randn(2 * num_rows + more, NUM_FEATURES)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_tokens_with_a_name_tell_whose_images_are(num_rows: int, more: int) -> None:
+    model, given = Captions(), with_images(num_rows, more)
+    model.image_token_id = IMAGE
+    found, is_checked = coupling(model, *given)
+    assert (found.regions, is_checked) == ({}, True)
+    rows = found.rows_of(given, {})
+    assert rows is not None
+    assert rows[1] is not None
+    assert rows[1].lengths == (2 + more, *[2] * (num_rows - 1))
+
+
+@pytest.mark.parametrize("num_rows", [n for n in NUM_ROWS if n != NUM_FEATURES])
+def test_rows_have_as_many_images_each_without_a_name(num_rows: int) -> None:
+    found, is_checked = coupling(Captions(), *with_images(num_rows, 0))
+    assert (found.regions, is_checked) == ({}, True)
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS[1:])
+def test_rows_of_several_images_do_not_depend_on_each_other(num_rows: int) -> None:
+    """With more in one of them, and a token that has no name: it is not known which are whose."""
+    model, given = Captions(), with_images(num_rows, 1)
     with torch.no_grad():
-        assert not coupling(model, ids, images)[0].regions
+        assert not coupling(model, *given)[0].regions
     with pytest.warns(UserWarning, match="could not be checked .* tokens and images"):
-        found, is_checked = coupling(model, ids, images)
+        found, is_checked = coupling(model, *given)
     assert (found.regions, is_checked) == ({}, False)
 
 

@@ -351,5 +351,5 @@ class WithEntities(nn.Module):
 
 
 def test_tokens_of_a_small_example_are_of_the_vocabulary() -> None:
-    found = within(WithEntities())(torch.tensor([3, 12, 40]))
+    found = within(WithEntities(), torch.tensor([3, 12, 40]))
     assert found.tolist() == [3, 2, 0]

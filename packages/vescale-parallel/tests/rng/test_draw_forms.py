@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from vescale_parallel._cross_replica.call_guard import RowGuard
-from vescale_parallel._cross_replica.row_counts import num_rows_of
+from vescale_parallel._cross_replica.dims.row_counts import num_rows_of
 from vescale_parallel._rng.call_forms import DrawForms
 from vescale_parallel._rng.known_draws import Scope, ShardedDraw
 from vescale_parallel._rng.predict import cuts_of_example, draw_marks, scopes_of_unknown

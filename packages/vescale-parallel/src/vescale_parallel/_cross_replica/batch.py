@@ -26,6 +26,7 @@ from .added.summed_buffers import SummedBuffers
 from .batches.graphs import refused_parts
 from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
+from .dims.find_packed import given_whole, uncut_error
 from .regions import RowRegions
 
 # Calls in which what has no rows is compared.
@@ -107,6 +108,8 @@ class BatchRows:
             yield
             return
         self.coupling, self.is_checked = self._guard.coupling(model, args, kwargs)
+        if in_parts_by:
+            self.coupling = self._guard.with_packed(self.coupling, model, args, kwargs)
         if not self.coupling.kept <= self._said_kept:
             self._said_kept |= self.coupling.kept
             warn_at_user_line(_kept_warning(self.coupling))
@@ -121,6 +124,10 @@ class BatchRows:
                 self._over_all_rows(model, args, kwargs, in_parts_by),
             ):
                 yield
+        except Exception as error:
+            if in_parts_by and (names := given_whole(self.coupling.given, args, kwargs)):
+                error.add_note(uncut_error(names))
+            raise
         finally:
             self.coupling, self.is_checked = NOWHERE, True
 

@@ -17,7 +17,8 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
-from .row_counts import RowDims, ValuesOfRows, is_of_list, num_nodes_of, num_rows_of
+from .dims.packed_rows import PackedRows, PackedRowsError, num_rows_of_packed
+from .dims.row_counts import RowDims, num_nodes_of, num_rows_of
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,15 @@ class Rows:
         dim: The dim.
         outermost: Whether a row's elements follow each other, as in (batch x time); if not,
             the dim is (time x batch).
+        lengths: How many elements every row has, of a packed tensor of a call; see
+            [Note: packed rows]. Empty if all have as many, None if the call does not tell.
+        is_optional: Whether the model takes None in place of a packed tensor without elements.
     """
 
     dim: int
     outermost: bool = True
+    lengths: tuple[int, ...] | None = ()
+    is_optional: bool = False
 
     def placement(self, length: int, num_rows: int) -> Placement:
         """Return how ranks hold a tensor, given what this one has of the dim and of the batch."""
@@ -82,7 +88,8 @@ class RowCoupling:
             rows do not depend on each other: by name and by what they are called with.
         of_patterns: Whether names are patterns, ``layers.*.norm``, since a scaled-down model
             with fewer layers was looked at.
-        given: Where the rows are in what the model is given; None if it was not looked at.
+        given: Where the rows are in what the model is given, by what is known before a call;
+            None if it was not looked at. See :meth:`rows_of`.
         returned: Likewise in what it returns, by ``leaf_names``; None also if that cannot be
             told.
         written: Parameters that forward writes to.
@@ -100,7 +107,7 @@ class RowCoupling:
         default_factory=dict[tuple[str, str], ModuleRows]
     )
     of_patterns: bool = False
-    given: tuple[Rows | None, ...] | None = None
+    given: tuple[Rows | PackedRows | None, ...] | None = None
     returned: tuple[tuple[str, Output], ...] | None = None
     written: frozenset[str] = frozenset()
     kept: frozenset[str] = frozenset()
@@ -115,17 +122,30 @@ class RowCoupling:
         if self.of_graphs:
             return num_nodes_of((args, kwargs)) or 0
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        for leaf, rows in zip(leaves, self.rows_of(args, kwargs) or (), strict=False):
-            if rows is not None and isinstance(leaf, Tensor):
+        given = self.given if self.given is not None and len(self.given) == len(leaves) else ()
+        if (of_packed := num_rows_of_packed(leaves, given)) is not None:
+            return of_packed
+        for leaf, rows in zip(leaves, given, strict=False):
+            if isinstance(rows, Rows) and isinstance(leaf, Tensor):
                 return leaf.shape[rows.dim]
         return num_rows_of(args, kwargs)
 
     def rows_of(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, to_cut: bool = False
     ) -> tuple[Rows | None, ...] | None:
-        """Return where the rows are in every leaf of a call's arguments, None if not looked at."""
+        """Return where the rows are in every leaf of a call's arguments, None if not looked at.
+
+        Raises:
+            PackedRowsError: If the call does not tell how many elements of a packed tensor they
+                have, and that matters ``to_cut`` it.
+        """
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
-        return self.given if self.given is not None and len(self.given) == len(leaves) else None
+        if self.given is None or len(self.given) != len(leaves):
+            return None
+        return tuple(
+            _of_packed(rows, leaves, index, to_cut) if isinstance(rows, PackedRows) else rows
+            for index, rows in enumerate(self.given)
+        )
 
     def is_region(self, fqn: str) -> bool:
         """Whether rows depend on each other in a module's own code."""
@@ -183,6 +203,25 @@ class RowCoupling:
 NOWHERE = RowCoupling()
 
 
+def _of_packed(packed: PackedRows, leaves: Sequence[Any], index: int, to_cut: bool) -> Rows:
+    try:
+        lengths = packed.lengths(leaves, index)
+    except PackedRowsError:
+        if to_cut:
+            raise
+        lengths = None
+    return Rows(0, lengths=() if packed.is_even else lengths, is_optional=packed.is_optional)
+
+
+def may_be_uneven(rows: Sequence[Rows | None] | None, num_ranks: int) -> bool:
+    """Whether rows of a batch, divided over some ranks, may have other numbers of elements.
+
+    A rank does not know what other ranks' rows have.
+    """
+    lengths = [each.lengths for each in rows or () if each is not None and each.lengths != ()]
+    return any(num_ranks > 1 or each is None or len({*each}) > 1 for each in lengths)
+
+
 def joined(found: Sequence[RowCoupling]) -> RowCoupling:
     """Return where rows depend on each other for any of several ranks, with other values."""
     regions: dict[str, str] = {}
@@ -213,59 +252,6 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
     )
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a rank saw of a form of call.
-
-    Attributes:
-        form: The form.
-        found: Where rows depend on each other.
-        why: Why that is not known, if it is not.
-        is_wrong: Whether the call is refused for it.
-        values: Of tensors taken for rows, see :func:`.row_counts.values_of_rows`.
-        unusual: Where rows may be, too, by shapes.
-    """
-
-    form: str
-    found: RowCoupling
-    why: str
-    is_wrong: bool
-    values: frozenset[ValuesOfRows]
-    unusual: tuple[RowDims, ...]
-
-
-def doubtful_leaves(ranks: Sequence[Seen]) -> list[int]:
-    """Return which leaves may have no rows; see [Note: tensors as long as the batch].
-
-    All ranks have the same there, and either some code does not run on fewer rows, or it is not by
-    chance that ranks have the same, and rows depend on each other.
-    """
-    same = frozenset.intersection(*(each.values for each in ranks))
-    if any(each.found.fails for each in ranks):
-        return sorted(each.index for each in same)
-    if len(ranks) == 1 or not any(each.found.regions for each in ranks):
-        return []
-    return sorted(each.index for each in same if each.is_telling)
-
-
-def less_dependent(
-    ranks: Sequence[Mapping[RowDims, RowCoupling]], known: RowCoupling | None
-) -> tuple[RowDims, RowCoupling] | None:
-    """Return the dims for which rows depend on each other least, on all ranks, and where.
-
-    None if that is nowhere less than is ``known``, where anything is.
-    """
-    best: tuple[RowDims, RowCoupling] | None = None
-    for dims in ranks[0]:
-        if not all(dims in each for each in ranks):
-            continue
-        found = joined([each[dims] for each in ranks])
-        limit = known if best is None else best[1]
-        if not found.fails and (limit is None or {*found.regions} < {*limit.regions}):
-            best = dims, found
-    return best
-
-
 def structure(tree: Any) -> str:
     """Return what tells the forms of call of one module apart: its leaves, without sizes."""
     return " ".join(
@@ -294,6 +280,16 @@ def part_of_rows(whole: Tensor, rows: Rows, part: int, num_parts: int, num_rows:
     return inner.flatten(rows.dim, rows.dim + 1)
 
 
+def packed_as(found: RowCoupling, dims: RowDims) -> RowCoupling:
+    """Return what was found with the packed tensors of a call told, where there are some."""
+    packed = {index: rows for index, rows in dims if isinstance(rows, PackedRows)}
+    if not packed or found.given is None:
+        return found
+    told = tuple(packed.get(index, rows) for index, rows in enumerate(found.given))
+    apart = None if found.apart is None else packed_as(found.apart, dims)
+    return replace(found, given=told, apart=apart)
+
+
 def unclear_rows(found: RowCoupling, length: int, other: RowCoupling, other_length: int) -> str:
     return (
         "it cannot be told which dim of a call's tensors the rows of the batch are: if the one of "
@@ -302,25 +298,6 @@ def unclear_rows(found: RowCoupling, length: int, other: RowCoupling, other_leng
         "batches have rows first, or call the model with tensors that only share the rows, "
         "targets of (batch) for example, and with positions of (1, time); or use "
         "data_parallel.size 1"
-    )
-
-
-def two_batches(found: RowCoupling, other: RowCoupling, dims: RowDims) -> str:
-    """Return that a call fits two batches, in the first of which rows depend on each other."""
-    elsewhere = named(other) or "nowhere"
-    if is_of_list(dims):
-        return (
-            "it cannot be told what a list of dicts or tuples holds that has as many as the batch "
-            f"has rows: if each is a column of all rows, they depend on each other in "
-            f"{named(found)}; if each is of one row, {elsewhere}. Give columns as arguments of "
-            "their own or in a dict, what rows have of their own in padded tensors, or another "
-            "number of rows a rank"
-        )
-    return (
-        "it cannot be told which dim of a call's tensors the rows of the batch are, since the "
-        f"first two are as long: if the first one, they depend on each other in {named(found)}; "
-        f"if the second one, {elsewhere}. Give parallelize the data set, whose "
-        "batches have rows first, or use data_parallel.size 1"
     )
 
 

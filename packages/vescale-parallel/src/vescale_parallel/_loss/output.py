@@ -13,6 +13,7 @@ from torch import Tensor
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._torch_private import pytree
 
+from .aligned import Aligned
 from .not_returned import NotReturned, Where
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -174,12 +175,12 @@ def marked_scalars(
 
     ``mean`` returns the mean of one scalar over the global batch.
     """
-    columns = [pytree.tree_leaves(output) for output in outputs]
-    leaves, spec = pytree.tree_flatten(outputs[-1])
-    loss = loss_of(outputs[-1])
+    aligned = Aligned.of(outputs)
+    leaves, spec = pytree.tree_flatten(aligned.fullest)
+    loss = loss_of(aligned.fullest)
     for index, leaf in enumerate(leaves):
         if is_loss(leaf):
-            value = mean([column[index] for column in columns])
+            value = mean(aligned.of_all(index, len(outputs)))
             leaves[index] = Scalar(value, leaf.dtype, leaf is loss, leaf.requires_grad)
     return pytree.tree_unflatten(leaves, spec)
 

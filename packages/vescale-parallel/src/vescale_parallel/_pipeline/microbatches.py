@@ -53,10 +53,15 @@ def split_batch(
     sizes = rows_of_parts(num_rows, num_microbatches)
     starts = itertools.accumulate(sizes, initial=0)
     cut = [
-        [x if at is None else rows_within(x, at, start, size, num_rows) for x, at in pairs]
+        [x if at is None else _part(x, at, start, size, num_rows) for x, at in pairs]
         for start, size in zip(starts, sizes, strict=False)
     ]
     return [pytree.tree_unflatten(each, spec) for each in cut]
+
+
+def _part(x: Tensor, at: Rows, start: int, size: int, num_rows: int) -> Tensor | None:
+    part = rows_within(x, at, start, size, num_rows)
+    return None if at.is_optional and not part.numel() and x.numel() else part
 
 
 def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
@@ -71,7 +76,21 @@ def rows_of_parts(num_rows: int, num_parts: int) -> list[int]:
 
 
 def rows_within(whole: Tensor, rows: Rows, start: int, size: int, num_rows: int) -> Tensor:
-    """Return ``size`` of the rows of a tensor, which has ``num_rows``, from ``start`` on."""
+    """Return ``size`` of the rows of a tensor, which has ``num_rows``, from ``start`` on.
+
+    Raises:
+        ValueError: If it has not as many elements of every row, and it is not known how many.
+    """
+    if rows.lengths:
+        before, inside = sum(rows.lengths[:start]), sum(rows.lengths[start : start + size])
+        return whole.narrow(rows.dim, before, inside)
+    if whole.shape[rows.dim] % num_rows:
+        raise ValueError(
+            f"expected a tensor with as many elements of every row, got shape "
+            f"{tuple(whole.shape)} for {num_rows} rows in its dim {rows.dim}. If it packs what "
+            "rows have, images for example, name the token that stands for them in the texts "
+            "(model.config.image_token_id)"
+        )
     if rows.outermost:
         inside = whole.shape[rows.dim] // num_rows
         return whole.narrow(rows.dim, start * inside, size * inside)
@@ -128,4 +147,6 @@ def _located(
 
 def _num_rows(pairs: Sequence[tuple[Any, Rows | None]]) -> int | None:
     # Where rows share a dim with something else it is longer.
-    return min((x.shape[at.dim] for x, at in pairs if at is not None), default=None)
+    of_packed = [len(at.lengths) for _, at in pairs if at is not None and at.lengths]
+    of_dims = [x.shape[at.dim] for x, at in pairs if at is not None and not at.lengths]
+    return min(of_packed or of_dims, default=None)

@@ -35,7 +35,7 @@ from vescale_parallel._verify.rank_dry_run import take_first_part
 
 from .cuts.forms import form_of
 from .cuts.hooks import collected
-from .cuts.outline import Argument, Outline, outline_of
+from .cuts.outline import Argument, Outline, kind_of, outline_of
 from .cuts.placeholders import Placeholder, as_sent, placeholder, rename, taint
 from .cuts.stage_run import (
     HOW_TO_SKIP,
@@ -283,7 +283,7 @@ def _outline(
     """Return what a call does to the forms of tensors, and the tensors that it is given."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(_kind, leaves)))
+    key = (role.skeleton, role.skeleton.training, str(spec), tuple(map(kind_of, leaves)))
     staging, run = role.staging, role.staging.run
     if key not in staging.outlines:
         around, staging.lent = staging.lent, []
@@ -346,14 +346,6 @@ def _zeros(role: _Role, *args: Any, **kwargs: Any) -> Any:
         return zeros.requires_grad_(may_have_grad and torch.is_grad_enabled())
 
     return pytree.tree_map(made, outline.output)
-
-
-def _kind(leaf: object) -> object:
-    """Return what of an argument the shape of the result may depend on."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype
-    # By value as far as equal ones can be told, True from 1 as well.
-    return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
 def _refuse_placeholders(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -99,7 +99,7 @@ class PipelineStep:
         """
         pipeline = self._pipeline
         coupling = RowCoupling() if coupling is None else coupling
-        rows = coupling.rows_of(args, kwargs)
+        rows = coupling.rows_of(args, kwargs, to_cut=True)
         placement = pipeline.plan.pipeline_parallel.placement
         send_tied_weights(self._params, pipeline.group_of("F"), placement)
         form = (self._forms.form(args, kwargs), self._model.training)

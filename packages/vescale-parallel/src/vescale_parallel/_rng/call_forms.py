@@ -21,8 +21,8 @@ from vescale_parallel._cross_replica.batches.graphs import graph_batches
 from vescale_parallel._cross_replica.batches.small_batches import some_rows, within
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard
+from vescale_parallel._cross_replica.dims.row_counts import RowDims, num_nodes_of
 from vescale_parallel._cross_replica.parts import NUM_ROWS
-from vescale_parallel._cross_replica.row_counts import RowDims, num_nodes_of
 from vescale_parallel._cross_replica.runs import RowCheckError
 from vescale_parallel._model.copies import deep_copied, pairs, plain
 from vescale_parallel._model.fqns import generalize
@@ -74,6 +74,7 @@ class DrawForms:
         self._unknown = scopes_of_unknown(sharding.spec, model)
         self._known: dict[tuple[str, int], KnownDraws] = {}
         self._shown: KnownDraws | None = None
+        self._has_agreed = False  # in training
         if not has_parts:
             found = cuts_of_example(model, example, sharding)
             if found is not None:
@@ -123,9 +124,22 @@ class DrawForms:
                 found = in_fresh_thread(lambda: self._cuts_of_graphs(model, given), of=model)
             else:
                 found = in_fresh_thread(lambda: self._cuts(model, given, num_rows, dims), of=model)
-        if found is not None and not found and not torch.is_grad_enabled():
-            return found  # without a word to others: one rank may evaluate alone
-        return _agreed(self._exchange(found))
+        if found is not None and self._may_be_alone(found):
+            return found
+        self._has_agreed |= torch.is_grad_enabled()
+        ranks = self._exchange((key[0], found))
+        return _agreed([each for form, each in ranks if form == key[0]])
+
+    def _may_be_alone(self, found: Cuts) -> bool:
+        """Whether a call need no word of other ranks, who may not call the model, or otherwise.
+
+        One rank may evaluate alone. In training one rank may have a batch without images, say, a
+        form that is new to this one only. What is drawn as shapes say is no other rank's affair.
+        """
+        if not torch.is_grad_enabled():
+            return not found
+        told = (cut is not None and not cut.of_values for cut in found.values())
+        return self._has_agreed and all(told)
 
     def _cuts(self, model: nn.Module, given: Given, num_rows: int, dims: RowDims) -> Cuts:
         once, twice, others = _batches(given, num_rows, dims)
@@ -191,8 +205,7 @@ class DrawForms:
         except RowCheckError:
             return unknown
         if is_scaled_down:
-            inside = within(subject)
-            once, twice = pytree.tree_map_only(Tensor, inside, (once, twice))
+            once, twice = within(subject, once), within(subject, twice)
         known: dict[tuple[str, int, int], Rows | None] = {}
         for (fqn, index), cut in folded.items():
             if cut is None or cut.rows is None:

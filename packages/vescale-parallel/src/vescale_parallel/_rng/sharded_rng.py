@@ -76,6 +76,7 @@ class ShardedRng:
         is_drawing: Whether a draw is being made; what it is made of counts for no module.
         running: Modules that draw, the innermost one last.
         is_of_all_rows: Tells whether code runs that computes over the batch of all ranks.
+        are_rows_uneven: Whether rows may have other numbers of elements of what they pack.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ShardedRng:
         self._place, self._lengths, self._known = place, lengths, known
         self._now = CallDraws({}, 0)
         self._modules: dict[str, ModuleDraws] = {}
-        self.is_drawing = self._has_drawn = self._begins_late = False
+        self.is_drawing = self._has_drawn = self._begins_late = self.are_rows_uneven = False
         self._warned: set[str] = set()
         self.running: list[_Drawing] = []
         self.is_of_all_rows: Callable[[], bool] = lambda: False
@@ -307,10 +308,11 @@ class ShardedRng:
 
     def _if_alone(self, cut: ShardedDraw | None, shape: tuple[int, ...]) -> ShardedDraw | None:
         """Return a cut, None if rows now share a dim in which they were seen alone."""
-        if cut is None or cut.rows is None or not cut.alone:
+        if cut is None or cut.rows is None or not (cut.alone or self.are_rows_uneven):
             return cut
         # A block that runs again in backward may be of an earlier call, with other rows.
-        if self._place.num_parts_of_batch == 1 or is_in_backward():
+        of_another = is_in_backward() and not self.are_rows_uneven
+        if self._place.num_parts_of_batch == 1 or of_another:
             return cut
         return cut if shape[cut.rows] == self._now.num_rows else None
 

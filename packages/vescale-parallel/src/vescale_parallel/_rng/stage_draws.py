@@ -120,6 +120,7 @@ class StageDraws:
         self._dtype, self._input_dtype = dtype, input_dtype
         self._found: dict[object, _Found] = {}
         self._agreed: dict[object, _Agreed] = {}
+        self._of_training: _Agreed | None = None
         self._streams: OwnStreams | None = None
         self._group: dist.ProcessGroup | None = None
         self._points: StepPoints | None = None
@@ -252,12 +253,18 @@ class StageDraws:
             if not found.draws_some and not torch.is_grad_enabled():
                 # Without a word to others: one pipeline of several may evaluate alone.
                 return _Agreed(draws_some=False, why="")
+            first = self._of_training if torch.is_grad_enabled() else None
+            if first is not None and not found.why and (first.draws_some or not found.draws_some):
+                # One pipeline of several may have a batch without images, a form new to it alone.
+                return first
             assert self._group is not None
             groups = (self._group, *data_groups(self._mesh))
             ranks = gathered_objects((found.draws_some, found.why), groups)
             self._agreed[kind] = _Agreed(
                 any(draws for draws, _ in ranks), next((why for _, why in ranks if why), "")
             )
+            if torch.is_grad_enabled():
+                self._of_training = self._agreed[kind]
         return self._agreed[kind]
 
     def _span(self, found: _Found, count: int) -> tuple[Point, Point, Places, Places] | None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_dtensor import DTensor, announced_failures, profiler_range, untold
 from vescale_parallel._cross_replica.batch import BatchRows
-from vescale_parallel._cross_replica.borders import Rows
+from vescale_parallel._cross_replica.borders import Rows, may_be_uneven
 from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.equal_rows import EqualRows
 from vescale_parallel._loss.inputs_of_means import InputsOfMeans
@@ -171,13 +171,14 @@ class Engine:
                 self.parameters.writes.is_known = coupling.is_written if coupling.written else None
                 num_rows = coupling.num_rows(args, kwargs)
                 self.compared.beside.num_rows = num_rows
-                self.compared.drawn.see(args, kwargs, coupling.rows_of(args, kwargs))
+                rows = coupling.rows_of(args, kwargs, to_cut=bool(self._parts_by()))
+                self.rng.are_rows_uneven = may_be_uneven(rows, self.data_ranks.num_parts)
+                self.compared.drawn.see(args, kwargs, rows)
                 if self.pipeline is not None:
                     with self.rng.of_call(model, args, kwargs, num_rows):
                         output = self.pipeline.run(forward, args, kwargs, coupling)
                     return self._differentiable(output)
                 if self.accumulation is not None and torch.is_grad_enabled():
-                    rows = coupling.rows_of(args, kwargs)
                     return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
                 ends = self._ends_of_call()
                 forward = ends.with_inputs(forward, args, kwargs)

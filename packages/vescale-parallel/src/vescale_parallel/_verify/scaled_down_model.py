@@ -23,6 +23,11 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "dim", "n_embed")
 # May be as wide as the hidden state, or project from another width.
 _AS_WIDE = ("word_embed_proj_dim", "embedding_size")
+# Of a part for images: as wide as the text, whatever the part is within. The latter two are so
+# where the width within has another name.
+_OF_TEXT, _WITHIN = ("out_hidden_size", "hidden_size"), "embed_dim"
+# Of its layers, those whose features go to layers of the text.
+_TAPPED = "deepstack_visual_indexes"
 # Configurations in that of a model.
 _PARTS = ("text_config", "vision_config", "audio_config")
 _ROTARY = ("rope_parameters", "rope_scaling")
@@ -54,7 +59,7 @@ _FEATURES_A_RANK = 8
 _ROWS = ("vocab_size",)
 _LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers",
-    "encoder_layers", "decoder_layers",
+    "encoder_layers", "decoder_layers", "depth",
 )  # fmt: skip
 _FEW_LAYERS = 4
 # What is compared in float64 takes about 50 bytes an element, on every rank of a machine.
@@ -129,9 +134,28 @@ def _small_parts(config: Any, size: int) -> Any:
     if not heads:
         return None
     config = copy.deepcopy(config)
-    for name, count in heads.items():
-        setattr(config, name, _small_config(parts[name], count, _HEAD_DIM * count, size))
+    small = {
+        name: _small_config(parts[name], count, _HEAD_DIM * count, size)
+        for name, count in heads.items()
+    }
+    for name, part in small.items():
+        if name != _PARTS[0] and _PARTS[0] in small:
+            _fit_to_text(part, parts[name], _HEAD_DIM * heads[name], small[_PARTS[0]])
+        setattr(config, name, part)
     return config
+
+
+def _fit_to_text(part: Any, before: Any, within: int, text: Any) -> None:
+    """Have a small part return what is as wide as a small text, in place."""
+    has_own = isinstance(getattr(before, _WITHIN, None), int)
+    if has_own:
+        _set(part, (_WITHIN,), within)
+    width = _first(text, _HIDDEN)
+    for name in _OF_TEXT[: 2 if has_own else 1]:
+        if width is not None and isinstance(getattr(part, name, None), int):
+            setattr(part, name, width)
+    if tapped := getattr(part, _TAPPED, None):
+        setattr(part, _TAPPED, [*range(min(len(tapped), _FEW_LAYERS))])
 
 
 def _of_channels(config: Any, size: int) -> Any:

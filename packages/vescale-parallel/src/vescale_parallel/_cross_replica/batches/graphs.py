@@ -26,14 +26,14 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import RowCoupling
 from vescale_parallel._cross_replica.check import CannotRunError, Given, row_coupling
-from vescale_parallel._cross_replica.parts import NUM_ROWS, equal
-from vescale_parallel._cross_replica.row_counts import (
+from vescale_parallel._cross_replica.dims.row_counts import (
     is_edges,
     last_end,
     node_counts,
     num_nodes_of,
     tensors_of_call,
 )
+from vescale_parallel._cross_replica.parts import NUM_ROWS, equal
 from vescale_parallel._cross_replica.runs import NotFewerRowsError, RowCheckError, seeded
 from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.leaf_names import leaf_names

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.check import Given
-from vescale_parallel._cross_replica.parts import NUM_ROWS
-from vescale_parallel._cross_replica.row_counts import (
+from vescale_parallel._cross_replica.dims.find_packed import texts_of
+from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
+from vescale_parallel._cross_replica.dims.packed_rows import is_packed
+from vescale_parallel._cross_replica.dims.row_counts import (
     OF_ONE_ROW,
     RowDims,
     is_one_a_row,
     row_dim,
     shapes_with_rows,
 )
+from vescale_parallel._cross_replica.parts import NUM_ROWS
 from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.inputs import (
     children_of,
@@ -31,16 +34,44 @@ from vescale_parallel._model.inputs import (
 from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
 
+from .packed_batches import RowsMade, packed_batches
 
-def within(model: nn.Module) -> Any:
-    """Return what brings token ids into a smaller vocabulary."""
+
+def within(model: nn.Module, given: Any) -> Any:
+    """Return a call with token ids in a smaller vocabulary.
+
+    Texts for a model that :func:`with_any_ids` made take any stay: it compares them with its
+    configuration.
+    """
     limit = _vocabulary(model) or largest_table(model)
+    if limit <= 0:
+        return given
+    leaves, spec = pytree.tree_flatten(given)
+    texts = texts_of(leaves) if type(_embedding(model)) is _OfAnyIds else None
 
-    def inside(x: Tensor) -> Tensor:
-        is_index = not x.is_floating_point() and x.dtype != torch.bool and limit > 0
-        return torch.where(x >= limit, x % limit, x) if is_index else x
+    def inside(index: int, x: Any) -> Any:
+        is_ids = isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
+        return torch.where(x >= limit, x % limit, x) if is_ids and index != texts else x
 
-    return inside
+    return pytree.tree_unflatten([inside(i, x) for i, x in enumerate(leaves)], spec)
+
+
+def with_any_ids(model: nn.Module) -> nn.Module:
+    """Have a model with a smaller vocabulary take texts of a larger one, in place.
+
+    Those that have tokens for images, of which ``within`` leaves the texts as they are.
+    """
+    found: Any = _embedding(model)
+    if media_tokens(model) and type(found) is nn.Embedding:
+        found.__class__ = _OfAnyIds
+    return model
+
+
+class _OfAnyIds(nn.Embedding):
+    """An embedding in which ids of a larger vocabulary share rows."""
+
+    def forward(self, input: Tensor) -> Tensor:  # as torch names it
+        return super().forward(input % self.num_embeddings)
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -48,11 +79,15 @@ def _vocabulary(model: nn.Module) -> int:
 
     Others may have more: of positions in an image, or of entities.
     """
-    try:
-        found = getattr(model, "get_input_embeddings", lambda: None)()
-    except NotImplementedError:
-        return 0
+    found = _embedding(model)
     return found.num_embeddings if isinstance(found, nn.Embedding) else 0
+
+
+def _embedding(model: nn.Module) -> nn.Module | None:
+    try:
+        return getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:
+        return None
 
 
 def largest_table(model: nn.Module) -> int:
@@ -133,6 +168,10 @@ def some_rows(
             "expected a batch of at least one row, got 0 rows; leave such a batch out, on all "
             "ranks alike"
         )
+    if is_packed(dims):
+        thinned = _thinned_masks if uneven else lambda x: x
+        made = RowsMade(repeats, thinned, None if alike is None else alike.fill)
+        return packed_batches(given, dims, num_few, made)
     half = num_few // 2
     kept = (slice(0, num_few), slice(0, half), slice(half, num_few))
     leaves = pytree.tree_leaves(given)
@@ -148,7 +187,7 @@ def _some_rows(
     given: Given,
     counts: tuple[int, int],
     rows: slice,
-    told: Mapping[int, int | None],
+    told: Mapping[int, Any],
     *,
     uneven: bool,
     alike: Extremes | None,
@@ -209,7 +248,11 @@ def _grown(
         elif rows[i].dim():
             rows[i] = rows[i].roll(i, -1)
     made = some_that_count(torch.stack(rows))
-    return _thinned(made) if uneven and _is_mask(x) and made.dim() > 1 else made
+    return _thinned_masks(made) if uneven else made
+
+
+def _thinned_masks(rows: Tensor) -> Tensor:
+    return _thinned(rows) if _is_mask(rows) and rows.dim() > 1 else rows
 
 
 def _is_mask(x: Tensor) -> bool:

@@ -219,7 +219,7 @@ class ContextGuard:
                 "transformers to make a smaller one of"
             )
         set_flags(subject, self._model)
-        smaller = pytree.tree_map_only(Tensor, within(subject), dict(named))
+        smaller = within(subject, dict(named))
         found = proven_slicing(
             subject,
             smaller,

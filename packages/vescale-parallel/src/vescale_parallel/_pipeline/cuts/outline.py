@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._cross_replica.dims.packed_rows import sizes_of_elements
 from vescale_parallel._model.copies import copied_without_hooks, on_meta, snapshot
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.kept_outside import nothing_kept_outside
@@ -115,6 +116,16 @@ def _found(skeleton: nn.Module, fqn: str, given: Given, lent: list[str]) -> Outl
         f"pipeline parallelism could not find out the shape that {fqn!r} returns "
         f"without running it: {type(failed).__name__}: {failed}"
     ) from failed
+
+
+def kind_of(leaf: object) -> object:
+    """Return what of an argument the shape of the result may depend on."""
+    if isinstance(leaf, Tensor):
+        # Sizes of images, which code reads to cut padding off.
+        sizes = sizes_of_elements(leaf)
+        return leaf.shape, leaf.dtype, None if sizes is None else tuple(leaf.flatten().tolist())
+    # By value as far as equal ones can be told, True from 1 as well.
+    return (type(leaf), leaf) if isinstance(leaf, bool | int | float | str) else type(leaf)
 
 
 def _tried(module: nn.Module, given: Given, form: Callable[[Tensor], Tensor]) -> Outline:

@@ -35,9 +35,9 @@ from vescale_parallel._cross_replica.borders import (
     Rows,
 )
 from vescale_parallel._cross_replica.results.row_lists import RowList, folded
+from vescale_parallel._loss.aligned import Aligned
 from vescale_parallel._loss.not_returned import NotReturned
 from vescale_parallel._loss.output import Scalar, is_loss
-from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._pipeline.cuts.placeholders import Placeholder
 from vescale_parallel._pipeline.microbatches import rows_within
 from vescale_parallel._torch_private import pytree
@@ -132,37 +132,32 @@ def joined(
     Raises:
         ValueError: If a tensor of another stage was returned, or one cannot be put together.
     """
-    outputs = _with_lists(outputs, rows)
-    columns = [pytree.tree_leaves(output) for output in outputs]
-    leaves, spec = pytree.tree_flatten(outputs[-1])
-    names = leaf_names(outputs[-1])
-    if len({len(column) for column in columns}) > 1:
-        raise ValueError(
-            "the micro-batches of a pipeline returned different structures; evaluate with "
-            "pipeline_parallel.microbatches 1"
-        )
+    aligned = Aligned.of(_with_lists(outputs, rows))
+    leaves, spec = pytree.tree_flatten(aligned.fullest)
+    names = aligned.names
     tensors: list[Tensor] = []
-    loss = loss_of(outputs[-1])
+    loss = loss_of(aligned.fullest)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Placeholder):
-            raise ValueError(_refusal(outputs[-1], names[index]))
+            raise ValueError(_refusal(aligned.fullest, names[index]))
+        column = aligned.columns[index]
         if isinstance(leaf, RowList):
-            elements = [x for column in columns for x in column[index].elements]
+            elements = [x for part in column.values() for x in part.elements]
             tensors += [x for x in elements if isinstance(x, Tensor)]
             leaves[index] = leaf.kind(_told_of_list(elements, names[index]))
             continue
         if not isinstance(leaf, Tensor):
             continue
-        found = [column[index] for column in columns]
         at = None if rows is None else rows.get(names[index])
         if isinstance(at, NotOfParts) and leaf is not loss:
             leaves[index] = NotReturned(names[index], "as a mean")
             continue
         if is_loss(leaf):
+            found = aligned.of_all(index, len(outputs))
             leaves[index] = Scalar(mean(found), leaf.dtype, leaf is loss, leaf.requires_grad)
             continue
         with torch.no_grad():
-            tensors.append(_joined(names[index], found, at, sizes))
+            tensors.append(_joined(names[index], [*column.values()], at, sizes))
         leaves[index] = replace(
             _told(tensors[-1]), requires_grad=leaf.requires_grad, name=names[index]
         )
@@ -186,21 +181,20 @@ def grads_of_parts(
     Returns:
         For every micro-batch, of its tensors with a graph.
     """
-    outputs = _with_lists(outputs, rows)
-    columns = zip(*map(pytree.tree_leaves, outputs), strict=True)
+    aligned = Aligned.of(_with_lists(outputs, rows))
     found: list[list[Tensor | None]] = [[] for _ in sizes]
-    every = iter(grads)
-    for name, of_parts in zip(leaf_names(outputs[-1]), columns, strict=True):
-        if isinstance(of_parts[-1], RowList):
-            for own, part in zip(found, of_parts, strict=True):
+    every, leaves = iter(grads), pytree.tree_leaves(aligned.fullest)
+    for name, leaf, column in zip(aligned.names, leaves, aligned.columns, strict=True):
+        if isinstance(leaf, RowList):
+            for index, part in column.items():
                 trained = [x for x in part.elements if isinstance(x, Tensor) and x.requires_grad]
-                own += [next(every) for _ in trained]
-        elif isinstance(of_parts[-1], Tensor) and of_parts[-1].requires_grad:
+                found[index] += [next(every) for _ in trained]
+        elif isinstance(leaf, Tensor) and leaf.requires_grad:
             grad = next(every)
             at = (rows or {}).get(name)
-            parts = [None] * len(sizes) if grad is None else _parts(grad, at, sizes)
-            for own, part in zip(found, parts, strict=True):
-                own.append(part)
+            parts = [None] * len(column) if grad is None else _parts(grad, at, sizes, column)
+            for index, part in zip(column, parts, strict=True):
+                found[index].append(part)
     return found
 
 
@@ -220,12 +214,16 @@ def _with_lists(outputs: Sequence[Any], rows: Returned | None) -> Sequence[Any]:
     return [folded(output, names) for output in outputs] if names else outputs
 
 
-def _parts(grad: Tensor, at: Output, sizes: Sequence[int]) -> list[Tensor | None]:
-    if len(sizes) == 1:
+def _parts(
+    grad: Tensor, at: Output, sizes: Sequence[int], column: Mapping[int, Tensor]
+) -> list[Tensor | None]:
+    if len(column) == 1:
         return [grad]
     if not isinstance(at, Rows):
         # Equal for all micro-batches: the first one's was given to the program.
-        return [grad, *[None] * (len(sizes) - 1)]
+        return [grad, *[None] * (len(column) - 1)]
+    if at.outermost:  # rows of micro-batches may have more elements than others
+        return [*grad.split([x.shape[at.dim] for x in column.values()], at.dim)]
     starts = itertools.accumulate(sizes, initial=0)
     return [
         rows_within(grad, at, start, size, sum(sizes))

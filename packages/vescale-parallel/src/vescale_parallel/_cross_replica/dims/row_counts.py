@@ -19,8 +19,11 @@ from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.inputs import children_of, is_shared_by_rows, opened, usual_num_rows
 from vescale_parallel._torch_private import pytree
 
-# The dim of the rows of leaves of a call, or none, where shapes would mislead.
-RowDims = tuple[tuple[int, int | None], ...]
+from .packed_rows import PackedRows
+
+# The dim of the rows of leaves of a call, or none, where shapes would mislead; of what is packed,
+# how many elements of it each row has.
+RowDims = tuple[tuple[int, int | PackedRows | None], ...]
 
 # What is said instead of the dim of a leaf that is in a list of something for every row.
 OF_ONE_ROW = -1
@@ -36,7 +39,7 @@ _MOST_VALUES = 2**16
 def is_one_a_row(
     value: list[Any] | tuple[Any, ...],
     num_rows: int,
-    told: Mapping[int, int | None] = MappingProxyType({}),
+    told: Mapping[int, int | PackedRows | None] = MappingProxyType({}),
 ) -> bool:
     """Whether a list has something for every row, rather than tensors of all rows.
 

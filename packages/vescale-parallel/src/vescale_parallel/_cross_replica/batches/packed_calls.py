@@ -1,0 +1,91 @@
+"""Calls whose packed tensors show only after the first one of their form; see packed_rows.py.
+
+Calls of one form may have one image for every row, and then none for some and two for others:
+the shapes of the first one, where nothing is as long as in the others, say something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+
+from vescale_parallel._cross_replica.borders import RowCoupling, Rows, packed_as
+from vescale_parallel._cross_replica.dims.find_packed import (
+    newly_packed,
+    packed_rows,
+    unknown_rows,
+)
+from vescale_parallel._cross_replica.dims.packed_rows import num_rows_of_packed
+from vescale_parallel._cross_replica.dims.row_counts import RowDims
+from vescale_parallel._model.inputs import has_dims, usual_rows_dim
+from vescale_parallel._model.leaf_names import leaf_names
+from vescale_parallel._torch_private import pytree
+
+from .search import RowSearch
+
+
+class PackedCalls:
+    """Knows what calls of a form pack, where that is not known since the first one.
+
+    Attributes:
+        dims: By form, where the rows of its latest calls are.
+    """
+
+    def __init__(self) -> None:
+        self.dims: dict[Hashable, RowDims] = {}
+        self._as_before = set[tuple[Hashable, frozenset[int]]]()
+
+    def told(
+        self,
+        form: Hashable,
+        coupling: RowCoupling,
+        before: RowDims,
+        search: RowSearch,
+    ) -> RowCoupling:
+        """Return what is known of a call with the tensors told that it packs.
+
+        Args:
+            form: Of the call.
+            coupling: What is known of calls of the form.
+            before: Where rows were in calls before, if not where shapes say.
+            search: Of this call.
+
+        Raises:
+            PackedRowsError: If the model runs on fewer rows of the call neither way.
+        """
+        if coupling.given is None:
+            return self._unchecked(form, coupling, search)
+        coupling = packed_as(coupling, self.dims.get(form, ()))
+        new = newly_packed(search.model, *search.given, coupling.given or ())
+        leaves = frozenset(index for index, _ in new)
+        if not new or (form, leaves) in self._as_before:
+            return coupling
+        dims = (*(dict(before) | dict(new)).items(),)
+        # Tokens count for more than shapes: two rows of which one has two images and one none
+        # run with the first two images, too.
+        if _runs(search, dims, coupling):
+            self.dims[form] = dims
+            return packed_as(coupling, dims)
+        if not _runs(search, before, coupling):
+            names = leaf_names(search.given)
+            raise unknown_rows([names[index] for index in sorted(leaves)])
+        self._as_before.add((form, leaves))
+        return coupling
+
+    def _unchecked(self, form: Hashable, coupling: RowCoupling, search: RowSearch) -> RowCoupling:
+        """Return what tokens say of a call of a model that could not be run on fewer rows."""
+        packed = packed_rows(search.model, *search.given)
+        told = self.dims.setdefault(form, packed) if packed else self.dims.get(form, ())
+        leaves = pytree.tree_leaves(search.given)
+        num_rows = num_rows_of_packed(leaves, (rows for _, rows in told))
+        if num_rows is None or all(rows.is_even for _, rows in packed):
+            return coupling  # shapes say as much
+        dims = (usual_rows_dim(x.shape, num_rows) if has_dims(x) else None for x in leaves)
+        rows = tuple(None if dim is None else Rows(dim) for dim in dims)
+        return packed_as(replace(coupling, given=rows), told)
+
+
+def _runs(search: RowSearch, dims: RowDims, coupling: RowCoupling) -> bool:
+    """Whether a call runs on fewer rows along some dims, which depend on each other as known."""
+    found = search.of_dims([dims]).get(dims)
+    return found is not None and not found.fails and {*found.regions} <= {*coupling.regions}

@@ -1,0 +1,77 @@
+"""Runs of a model on small batches, of which the first one that it takes tells about its rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from vescale_parallel._cross_replica.borders import NOWHERE, RowCoupling
+from vescale_parallel._cross_replica.check import CannotRunError, Given, row_coupling
+from vescale_parallel._cross_replica.dims.row_counts import RowDims
+from vescale_parallel._cross_replica.gradients_of_parts import NoNumbersError
+from vescale_parallel._cross_replica.parts import NUM_ROWS
+
+from .small_batches import extremes_of, some_rows, within
+from .uneven_rows import uneven_batches, why_uneven
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A model to run, with random values.
+
+    Attributes:
+        subject: The model.
+        is_scaled_down: Whether it has fewer layers than the real one, and a smaller vocabulary.
+        skips_numbers: Whether numbers that it returns without a gradient do not matter.
+    """
+
+    subject: nn.Module
+    is_scaled_down: bool
+    skips_numbers: bool
+
+    def coupling(self, batches: Iterable[tuple[int, list[Given]]]) -> RowCoupling:
+        """Return what the first batch shows that the model runs on, each with both halves.
+
+        Raises:
+            CannotRunError: If it runs on none.
+        """
+        errors: list[CannotRunError] = []
+        for num_rows, batch in batches:
+            if self.is_scaled_down:
+                batch = [within(self.subject, given) for given in batch]
+            whole, *halves = batch
+            try:
+                found = row_coupling(
+                    self.subject, whole, halves, num_rows=num_rows, losses_only=self.skips_numbers
+                )
+            except CannotRunError as error:
+                errors.append(error)
+                continue
+            return found.as_patterns() if self.is_scaled_down else found
+        raise errors[-1] if errors else CannotRunError("no other number of rows is likely")
+
+    def coupling_of_rows_alike(self, given: Given, num_rows: int, dims: RowDims) -> RowCoupling:
+        """Return where rows depend on each other if no two halves share a value.
+
+        A loss without a single target that counts, for example, may be computed otherwise.
+        """
+        batches = (
+            (NUM_ROWS, some_rows(given, num_rows, uneven=False, alike=kind, dims=dims))
+            for kind in extremes_of(self.subject)
+        )
+        try:
+            return self.coupling(batches)
+        except (CannotRunError, NoNumbersError):
+            return NOWHERE  # such rows need not fit the model
+
+    def why_uneven(self, given: Given, dims: RowDims) -> str | None:
+        """Return how losses are no means over rows of which some have more packed than others."""
+        for batch in uneven_batches(given, dims):
+            if self.is_scaled_down:
+                batch = [within(self.subject, given) for given in batch]
+            whole, *halves = batch
+            if (why := why_uneven(self.subject, whole, halves)) is not None:
+                return why
+        return None
