@@ -118,8 +118,14 @@ class RowGuard:
         """
         key = self.latest
         assert key is not None
-        search = self._search(model, args, kwargs, None)
-        return self._packed.told(key, coupling, self.row_dims(key), search)
+        return self._packed.told(
+            key,
+            coupling,
+            self.row_dims(key),
+            model,
+            (tuple(args), dict(kwargs)),
+            lambda: self._search(model, args, kwargs, None),
+        )
 
     def _search(
         self,

@@ -6,15 +6,19 @@ the shapes of the first one, where nothing is as long as in the others, say some
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 
+from torch import nn
+
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows, packed_as
+from vescale_parallel._cross_replica.check import Given
 from vescale_parallel._cross_replica.dims.find_packed import (
     newly_packed,
     packed_rows,
     unknown_rows,
 )
+from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
 from vescale_parallel._cross_replica.dims.packed_rows import num_rows_of_packed
 from vescale_parallel._cross_replica.dims.row_counts import RowDims
 from vescale_parallel._model.inputs import has_dims, usual_rows_dim
@@ -40,7 +44,9 @@ class PackedCalls:
         form: Hashable,
         coupling: RowCoupling,
         before: RowDims,
-        search: RowSearch,
+        model: nn.Module,
+        given: Given,
+        search: Callable[[], RowSearch],
     ) -> RowCoupling:
         """Return what is known of a call with the tensors told that it packs.
 
@@ -48,35 +54,42 @@ class PackedCalls:
             form: Of the call.
             coupling: What is known of calls of the form.
             before: Where rows were in calls before, if not where shapes say.
-            search: Of this call.
+            model: Whose configuration may name tokens.
+            given: What it is called with.
+            search: Returns what runs it on few rows of the call.
 
         Raises:
             PackedRowsError: If the model runs on fewer rows of the call neither way.
         """
         if coupling.given is None:
-            return self._unchecked(form, coupling, search)
+            return self._unchecked(form, coupling, model, given)
         coupling = packed_as(coupling, self.dims.get(form, ()))
-        new = newly_packed(search.model, *search.given, coupling.given or ())
+        new = newly_packed(model, *given, coupling.given or ())
         leaves = frozenset(index for index, _ in new)
         if not new or (form, leaves) in self._as_before:
             return coupling
         dims = (*(dict(before) | dict(new)).items(),)
         # Tokens count for more than shapes: two rows of which one has two images and one none
         # run with the first two images, too.
-        if _runs(search, dims, coupling):
+        found = search()
+        if _runs(found, dims, coupling):
             self.dims[form] = dims
             return packed_as(coupling, dims)
-        if not _runs(search, before, coupling):
-            names = leaf_names(search.given)
+        if not _runs(found, before, coupling):
+            names = leaf_names(given)
             raise unknown_rows([names[index] for index in sorted(leaves)])
         self._as_before.add((form, leaves))
         return coupling
 
-    def _unchecked(self, form: Hashable, coupling: RowCoupling, search: RowSearch) -> RowCoupling:
+    def _unchecked(
+        self, form: Hashable, coupling: RowCoupling, model: nn.Module, given: Given
+    ) -> RowCoupling:
         """Return what tokens say of a call of a model that could not be run on fewer rows."""
-        packed = packed_rows(search.model, *search.given)
+        if not media_tokens(model):
+            return coupling
+        packed = packed_rows(model, *given)
         told = self.dims.setdefault(form, packed) if packed else self.dims.get(form, ())
-        leaves = pytree.tree_leaves(search.given)
+        leaves = pytree.tree_leaves(given)
         num_rows = num_rows_of_packed(leaves, (rows for _, rows in told))
         if num_rows is None or all(rows.is_even for _, rows in packed):
             return coupling  # shapes say as much
