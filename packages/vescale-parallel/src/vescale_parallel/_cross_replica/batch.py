@@ -17,7 +17,7 @@ from vescale_dtensor import all_gather
 from vescale_parallel._mesh.agreement import gathered_objects
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._model.inputs import bind, opened
-from vescale_parallel._model.leaf_names import leaf_names
+from vescale_parallel._model.leaf_names import names_of_call
 from vescale_parallel._model.user_line import warn_at_user_line
 from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
@@ -196,8 +196,7 @@ class BatchRows:
         if rows is None or not (call < _FIRST_CALLS or call % _EVERY == 0):
             return {}
         tree = tuple(args), dict(kwargs)
-        names = [*(f"argument {each}" for each in leaf_names(tree[0])), *leaf_names(tree[1])]
-        leaves = zip(names, pytree.tree_leaves(tree), rows, strict=True)
+        leaves = zip(names_of_call(*tree), pytree.tree_leaves(tree), rows, strict=True)
         return {
             name: x.detach()
             for name, x, where in leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vescale_parallel._torch_private import pytree
@@ -14,3 +15,8 @@ def leaf_names(tree: Any) -> list[str]:
     except ValueError:  # a class that does not say how its parts are called
         return [f"leaf {index}" for index, _ in enumerate(pytree.tree_leaves(tree))]
     return [pytree.keystr(path) for path, _ in pairs]
+
+
+def names_of_call(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """Return where in the arguments of a call every leaf is."""
+    return [*(f"argument {name}" for name in leaf_names(tuple(args))), *leaf_names(dict(kwargs))]

@@ -22,7 +22,7 @@ from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
 from vescale_parallel._cross_replica.dims.packed_rows import num_rows_of_packed
 from vescale_parallel._cross_replica.dims.row_counts import RowDims
 from vescale_parallel._model.inputs import has_dims, usual_rows_dim
-from vescale_parallel._model.leaf_names import leaf_names
+from vescale_parallel._model.leaf_names import names_of_call
 from vescale_parallel._torch_private import pytree
 
 from .search import RowSearch
@@ -76,7 +76,7 @@ class PackedCalls:
             self.dims[form] = dims
             return packed_as(coupling, dims)
         if not _runs(found, before, coupling):
-            names = leaf_names(given)
+            names = names_of_call(*given)
             raise unknown_rows([names[index] for index in sorted(leaves)])
         self._as_before.add((form, leaves))
         return coupling

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.inputs import has_dims, is_shared_by_rows
-from vescale_parallel._model.leaf_names import leaf_names
+from vescale_parallel._model.leaf_names import names_of_call
 from vescale_parallel._torch_private import pytree
 
 from .media_tokens import kind_of_media, media_tokens
@@ -75,7 +75,7 @@ def newly_packed(
     """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     firsts = {len(x) for x, at in zip(leaves, given, strict=False) if has_dims(x) and at}
-    is_text = len(firsts) == 1 and not any(_is_image(x) for x in leaves)
+    is_text = len(firsts) == 1 and not any(_is_image(x) or sizes_of_elements(x) for x in leaves)
     if is_text or len(leaves) != len(given) or not media_tokens(model):
         return ()
     return tuple(
@@ -91,13 +91,12 @@ def given_whole(
     given: Sequence[Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[str]:
     """Return the names of what may be packed in a call otherwise than is known."""
-    tree = tuple(args), dict(kwargs)
-    leaves = pytree.tree_leaves(tree)
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     texts = texts_of(leaves)
     if texts is None:
         return []
     known = [None] * len(leaves) if given is None else given
-    each = zip(leaf_names(tree), leaves, known, strict=False)
+    each = zip(names_of_call(args, kwargs), leaves, known, strict=False)
     num_rows = len(leaves[texts])
     return [
         name
@@ -227,14 +226,17 @@ def _may_be_packed(leaf: Any, leaves: Sequence[Any], num_rows: int) -> bool:
     """Whether a leaf may have elements of every row, not one of each, in its first dim.
 
     One that is as long as there are rows has mostly one of each. Whether it has is asked of what
-    may be images, (rows x channels x height x width), or their sizes.
+    may be images, (rows x channels x height x width), their sizes, and crops of images beside
+    sizes, (rows x crops x channels x height x width).
     """
     if not has_dims(leaf) or leaf.layout is not torch.strided or leaf.device.type == "meta":
         return False
     if sizes_of_elements(leaf) is not None:
         return True
     if len(leaf) == num_rows:
-        return _is_image(leaf)
+        beside = any(sizes_of_elements(x) and len(x) == num_rows for x in leaves)
+        is_crops = beside and leaf.is_floating_point() and leaf.dim() == _IMAGE_DIMS + 1
+        return is_crops or _is_image(leaf)
     shapes = [tuple(x.shape) for x in leaves if has_dims(x)]
     return not is_shared_by_rows(leaf.shape, shapes)
 
