@@ -6,6 +6,7 @@ Each has a batch of texts with as many of them in every row as a test says, of s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ LENGTH = 48
 Counts = Sequence[int]
 Batch = dict[str, Tensor]
 
-_SIZES = ((4, 4), (2, 4), (4, 2), (2, 2))  # in patches
+_SIZES = ((4, 4), (2, 4), (4, 2))  # in patches
 _VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "patch_size": 2}
 _LAYERS: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
 _OF_QWEN: dict[str, Any] = {
@@ -41,9 +42,11 @@ _TEXT: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+# As transformers 4 calls it, and newer ones.
+_ROTARY = "rope_scaling" if version("transformers").startswith("4.") else "rope_parameters"
 _ROTATED: dict[str, Any] = {
     **_TEXT,
-    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
+    _ROTARY: {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4},
 }
 _TOKENS = {
     "image_token_id": IMAGE,
