@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.dims.find_packed import packed_rows
 from vescale_parallel._cross_replica.dims.media_tokens import kind_of_media, media_tokens
-from vescale_parallel._cross_replica.dims.packed_rows import PackedRowsError
+from vescale_parallel._cross_replica.dims.packed_rows import PackedRowsError, common_rows
 
 IMAGE, VIDEO = 50, 51
 
@@ -117,3 +117,18 @@ def test_tokens_of_texts_are_no_media() -> None:
     model.image_token = VIDEO
     assert [*media_tokens(model)] == [VIDEO, IMAGE, 60]
     assert kind_of_media("audio_token_index") == "audio"
+
+
+def test_ranks_go_by_what_all_of_them_see() -> None:
+    """Another token fits the rows of one by chance; a third has sizes instead of pixels."""
+    model = Model(image_token_id=IMAGE, vision_start_token_id=3)
+    ids, other = texts([1, 2]), texts([2, 1])
+    other[0, 30:33] = 3
+    given = [{"input_ids": x, "pixel_values": torch.ones(12, 5)} for x in (ids, other)]
+    ranks = [packed_rows(model, (), each) for each in given]
+    assert [len(rank[0][1].ratios) for rank in ranks] == [2, 1]
+    ((index, rows),) = common_rows(ranks)
+    assert rows.lengths([*given[0].values()], index) == (4, 8)
+    sizes = torch.tensor([[1, 2, 4], [2, 2, 1]])
+    odd = packed_rows(model, (), {"input_ids": ids, "pixel_values": sizes})
+    assert not [each for each in common_rows([ranks[0], odd]) if each[1].is_even]

@@ -192,7 +192,9 @@ class RowGuard:
         ranks: list[Seen] = self._exchange(seen)
         forms = {each.form for each in ranks}
         if len(forms) > 1:
-            found = alone()
+            found = None
+            with contextlib.suppress(ValueError):  # which others are to know of, too
+                found = alone()
             if not all(self._exchange(found is not None)) or found is None:
                 raise ValueError(
                     "expected ranks that share a batch to call the model alike where rows of it "

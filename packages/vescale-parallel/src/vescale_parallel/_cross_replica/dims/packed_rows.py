@@ -95,14 +95,21 @@ def is_packed(found: Sequence[tuple[int, Any]]) -> bool:
 def common_rows(
     ranks: Sequence[Sequence[tuple[int, PackedRows]]],
 ) -> tuple[tuple[int, PackedRows], ...]:
-    """Return how rows are packed in a call by what each of several ranks sees in its rows."""
-    found: dict[int, PackedRows] = {}
+    """Return how rows are packed in a call by what each of several ranks sees in its rows.
+
+    Nothing is said of a leaf of which ranks see something else.
+    """
+    seen: dict[int, list[PackedRows]] = {}
     for index, rows in itertools.chain.from_iterable(ranks):
-        before = found.get(index, rows)
-        ratios = tuple(each for each in before.ratios if each in rows.ratios)
-        sizes = before.sizes if rows.sizes is None else rows.sizes
-        found[index] = replace(before, ratios=ratios, sizes=sizes)
-    return tuple(sorted(found.items(), key=lambda each: each[0]))
+        seen.setdefault(index, []).append(rows)
+    found: dict[int, PackedRows] = {}
+    for index, each in sorted(seen.items()):
+        first = each[0]
+        ratios = tuple(x for x in first.ratios if all(x in rows.ratios for rows in each))
+        alike = {(rows.texts, rows.sizes, rows.is_even) for rows in each}
+        if len(alike) == 1 and (ratios or first.is_even):
+            found[index] = replace(first, ratios=ratios)
+    return tuple(found.items())
 
 
 def num_rows_of_packed(leaves: Sequence[Any], found: Iterable[Any]) -> int | None:
