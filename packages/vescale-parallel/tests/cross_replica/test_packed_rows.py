@@ -113,7 +113,8 @@ def test_tensors_of_a_row_each_are_not_packed() -> None:
 
 
 def test_tokens_of_texts_are_no_media() -> None:
-    model = Model(image_token_id=IMAGE, bos_token_id=1, vision_start_token_id=60)
+    named = {"bos_token_id": 1, "decoder_start_token_id": 2, "max_token": 7}
+    model = Model(image_token_id=IMAGE, vision_start_token_id=60, **named)
     model.image_token = VIDEO
     assert [*media_tokens(model)] == [VIDEO, IMAGE, 60]
     assert kind_of_media("audio_token_index") == "audio"

@@ -9,7 +9,9 @@ from torch import nn
 
 # Attributes that hold the id of a placeholder, and those of other tokens.
 _NAMES_TOKEN = re.compile(r"token(_id|_index|_idx)?$")
-_OF_TEXT = re.compile(r"(^|_)(pad|bos|eos|sep|cls|mask|unk|decoder|forced|suppress)")
+_OF_TEXT = re.compile(
+    r"(^|_)(pad|bos|eos|sep|cls|mask|unk|decoder|forced|suppress|max|min|num|n)(_|$)"
+)
 # The first that fits: videos are of pixels, too.
 _KINDS = (
     ("video", re.compile("video")),
