@@ -38,24 +38,25 @@ class EndsOfCall:
     make_graph: Callable[[], CallGraph | None]
     is_running: Callable[[], bool]
     _graphs: list[CallGraph | None] = field(default_factory=list["CallGraph | None"])
+    _others: list[Tensor] = field(default_factory=list[Tensor])
 
     def with_inputs(
         self, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """Return what runs forward on such arguments, watched for gradients with a graph."""
+        """Return what runs forward on such arguments, watched for gradients with a graph.
+
+        Forward itself if none of them needs a gradient.
+        """
         if not torch.is_grad_enabled():
             return forward
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        others = [tensor for tensor in given if not tensor.requires_grad]
+        self._others = [tensor for tensor in given if not tensor.requires_grad]
+        if len(self._others) == len(given):
+            return forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if len(others) < len(given):
-                args, kwargs = self._inputs(args, kwargs)
-            output = forward(*args, **kwargs)
-            for tensor in filter(_is_wanted, others):
-                if tensor.is_leaf:  # of which forward has asked for the gradient
-                    tensor.register_hook(self._gradient)
-            return output
+            args, kwargs = self._inputs(args, kwargs)
+            return forward(*args, **kwargs)
 
         return run
 
@@ -80,6 +81,9 @@ class EndsOfCall:
         """Return what a call returned, watched."""
         if not torch.is_grad_enabled():
             return output
+        for tensor in filter(_is_wanted, self._others):
+            if tensor.is_leaf:  # of which forward has asked for the gradient
+                tensor.register_hook(self._gradient)
         results = {
             id(leaf): leaf
             for leaf in pytree.tree_leaves(output)
