@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -36,25 +36,33 @@ NUMBERS = {"later": LATER, "at first": AT_FIRST, "alike": ALIKE}
 Found = tuple[list[float], dict[str, Tensor]]
 
 
-def steps(family: str, numbers: Sequence[Counts], constraints: Constraints | None = None) -> Found:
+def trained(model: Any, batches: Iterable[dict[str, Any]]) -> Found:
     """Return the losses of steps, and the gradients of the last one."""
-    build, batch_of = FAMILIES[family]
-    model: Any = build()
-    if constraints is not None:
-        model = parallelize(make_plan(constraints), model)
-    num_parts = (constraints or {}).get(DP, 1)
     losses: list[float] = []
-    for step, counts in enumerate(numbers):
-        batch: Any = batch_of(step, counts)
-        if num_parts > 1:
-            batch = part_of(batch, counts, vescale.data_parallel_rank(model), num_parts)
+    for batch in batches:
         model.zero_grad()
         with InDouble():
             loss = model(**batch).loss
             loss.backward()
         losses.append(float(whole(loss)))
-    trained = ((fqn, p.grad) for fqn, p in model.named_parameters() if p.grad is not None)
-    return losses, {fqn: whole(grad) for fqn, grad in trained}
+    grads = ((fqn, p.grad) for fqn, p in model.named_parameters() if p.grad is not None)
+    return losses, {fqn: whole(grad) for fqn, grad in grads}
+
+
+def steps(family: str, numbers: Sequence[Counts], constraints: Constraints | None = None) -> Found:
+    """Return what a model is trained to; with a plan, on this rank's rows."""
+    build, batch_of = FAMILIES[family]
+    model: Any = build()
+    if constraints is not None:
+        model = parallelize(make_plan(constraints), model)
+    num_parts = (constraints or {}).get(DP, 1)
+    batches: list[dict[str, Any]] = []
+    for step, counts in enumerate(numbers):
+        batch: dict[str, Any] = {**batch_of(step, counts)}
+        if num_parts > 1:
+            batch = {**part_of(batch, counts, vescale.data_parallel_rank(model), num_parts)}
+        batches.append(batch)
+    return trained(model, batches)
 
 
 def same(found: Found, expected: Found) -> None:
@@ -68,8 +76,12 @@ def same(found: Found, expected: Found) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.by_day("qwen2_5_vl-later-pipeline", "qwen3_vl-at first-four parts")
-@pytest.mark.by_day("mistral3-later-pipeline", "llava-alike-accumulated")
+@pytest.mark.by_day(
+    "qwen2_5_vl-later-pipeline",
+    "qwen3_vl-at first-four parts",
+    "mistral3-later-pipeline",
+    "llava-alike-accumulated",
+)
 @pytest.mark.parametrize("parts", IN_PARTS)
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -121,16 +133,8 @@ def planned(numbers: Sequence[Counts]) -> Found:
     plan = vescale.generate_plan(
         build(), {PP: 2, PARTS: 2}, world_size=2, example_batch=batch_of(0, numbers[0])
     )
-    model: Any = vescale.parallelize(plan, build())
-    losses: list[float] = []
-    for step, counts in enumerate(numbers):
-        model.zero_grad()
-        with InDouble():
-            loss = model(**batch_of(step, counts)).loss
-            loss.backward()
-        losses.append(float(whole(loss)))
-    trained = ((fqn, p.grad) for fqn, p in model.named_parameters() if p.grad is not None)
-    return losses, {fqn: whole(grad) for fqn, grad in trained}
+    model = vescale.parallelize(plan, build())
+    return trained(model, (batch_of(step, counts) for step, counts in enumerate(numbers)))
 
 
 @pytest.mark.slow
