@@ -339,8 +339,9 @@ def part_of(batch: Batch, counts: Counts, part: int, num_parts: int) -> dict[str
     first, last = sum(counts[: rows.start]), sum(counts[: rows.stop])
     grid = batch["image_grid_thw"]
     patches = grid.prod(1).tolist()
+    packed = "pixel_values", "image_grid_thw"
     own: dict[str, Tensor | None] = {
-        name: x[rows] for name, x in batch.items() if x.dim() == 2 and len(x) == len(counts)
+        name: x[rows] for name, x in batch.items() if name not in packed
     }
     own["pixel_values"] = batch["pixel_values"][sum(patches[:first]) : sum(patches[:last])]
     own["image_grid_thw"] = grid[first:last]
