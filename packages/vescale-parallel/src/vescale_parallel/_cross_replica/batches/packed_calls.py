@@ -19,7 +19,7 @@ from vescale_parallel._cross_replica.dims.find_packed import (
     unknown_rows,
 )
 from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
-from vescale_parallel._cross_replica.dims.packed_rows import num_rows_of_packed
+from vescale_parallel._cross_replica.dims.packed_rows import PackedRows, num_rows_of_packed
 from vescale_parallel._cross_replica.dims.row_counts import RowDims
 from vescale_parallel._model.inputs import has_dims, usual_rows_dim
 from vescale_parallel._model.leaf_names import names_of_call
@@ -91,7 +91,8 @@ class PackedCalls:
         told = self.dims.setdefault(form, packed) if packed else self.dims.get(form, ())
         leaves = pytree.tree_leaves(given)
         num_rows = num_rows_of_packed(leaves, (rows for _, rows in told))
-        if num_rows is None or all(rows.is_even for _, rows in packed):
+        evens = (rows.is_even for _, rows in told if isinstance(rows, PackedRows))
+        if num_rows is None or all(evens):
             return coupling  # shapes say as much
         dims = (usual_rows_dim(x.shape, num_rows) if has_dims(x) else None for x in leaves)
         rows = tuple(None if dim is None else Rows(dim) for dim in dims)

@@ -39,9 +39,7 @@ class Trial:
         """
         errors: list[CannotRunError] = []
         for num_rows, batch in batches:
-            if self.is_scaled_down:
-                batch = [within(self.subject, given) for given in batch]
-            whole, *halves = batch
+            whole, *halves = self._fitting(batch)
             try:
                 found = row_coupling(
                     self.subject, whole, halves, num_rows=num_rows, losses_only=self.skips_numbers
@@ -69,9 +67,10 @@ class Trial:
     def why_uneven(self, given: Given, dims: RowDims) -> str | None:
         """Return how losses are no means over rows of which some have more packed than others."""
         for batch in uneven_batches(given, dims):
-            if self.is_scaled_down:
-                batch = [within(self.subject, given) for given in batch]
-            whole, *halves = batch
+            whole, *halves = self._fitting(batch)
             if (why := why_uneven(self.subject, whole, halves)) is not None:
                 return why
         return None
+
+    def _fitting(self, batch: list[Given]) -> list[Given]:
+        return [within(self.subject, x) for x in batch] if self.is_scaled_down else batch
