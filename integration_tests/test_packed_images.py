@@ -133,7 +133,9 @@ RANKS: dict[str, Constraints] = {
 
 
 @pytest.mark.slow
-@pytest.mark.by_day("qwen2_5_vl-later-data", "qwen2_5_vl-at first-zero1")
+@pytest.mark.by_day(
+    "qwen2_5_vl-later-data", "qwen2_5_vl-at first-zero1", "qwen3_vl-at first-pipelines"
+)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("when", WITHOUT)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])

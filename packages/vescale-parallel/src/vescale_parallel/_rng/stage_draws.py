@@ -156,7 +156,7 @@ class StageDraws:
                 yield
             return
         if any(signature != signatures[0] for signature in signatures):
-            found = _Found(None, "micro-batches have other numbers of rows")
+            found = _Found(None, "micro-batches have other shapes than the first one")
         spans = None if agreed.why else self._span(found, len(microbatches))
         if spans is None:
             why = agreed.why or found.why or "data-parallel ranks have batches of other shapes"
@@ -254,9 +254,11 @@ class StageDraws:
                 # Without a word to others: one pipeline of several may evaluate alone.
                 return _Agreed(draws_some=False, why="")
             first = self._of_training if torch.is_grad_enabled() else None
-            if first is not None and not found.why and (first.draws_some or not found.draws_some):
+            if first is not None and (first.draws_some or not found.draws_some):
                 # One pipeline of several may have a batch without images, a form new to it alone.
                 return first
+            if first is not None and found.draws is None:
+                return _Agreed(draws_some=True, why=found.why)
             assert self._group is not None
             groups = (self._group, *data_groups(self._mesh))
             ranks = gathered_objects((found.draws_some, found.why), groups)
