@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.dims.find_packed import packed_rows
 from vescale_parallel._cross_replica.dims.media_tokens import kind_of_media, media_tokens
-from vescale_parallel._cross_replica.dims.packed_rows import PackedRowsError, common_rows
+from vescale_parallel._cross_replica.dims.packed_rows import PackedRowsError
+from vescale_parallel._cross_replica.dims.rows_by_tokens import common_rows
 
 IMAGE, VIDEO = 50, 51
 

@@ -28,6 +28,7 @@ from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
 from .dims.find_packed import given_whole, uncut_error
 from .regions import RowRegions
+from .row_converter import bounds_error
 
 # Calls in which what has no rows is compared.
 _FIRST_CALLS, _EVERY = 4, 64
@@ -158,6 +159,8 @@ class BatchRows:
             return
         if self._is_sliced(self.coupling):
             raise ValueError(_refused_context(self.coupling))
+        if "" in self.coupling.of_elements:
+            raise ValueError(bounds_error("", self.coupling.reason("")))
         self._check_order(model, args, kwargs)
         self._check_shapes(args, kwargs)
         self._regions.watch(model, self.coupling)
@@ -204,15 +207,13 @@ class BatchRows:
         }
 
     def _check_shapes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        tensors = [
-            x for x in pytree.tree_leaves((tuple(args), dict(kwargs))) if isinstance(x, Tensor)
-        ]
-        shapes = [tuple(x.shape) for x in tensors]
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        devices = [x.device for x in leaves if isinstance(x, Tensor)]
+        shapes = self.coupling.shapes_of(args, kwargs)
         without_rows = self._without_rows(args, kwargs)
-        device = tensors[0].device if tensors else "cpu"
         own = torch.tensor(
             [_digest(repr(shapes).encode()), _digest(*map(_bytes_of, without_rows.values()))],
-            device=device,
+            device=devices[0] if devices else "cpu",
         )
         found = own
         for group in self._groups:
@@ -227,6 +228,9 @@ class BatchRows:
                 "ranks. Give it as many rows as the batch has, by padding the targets of every "
                 "row to one number for example, or use data_parallel.size 1"
             )
+        if not same_shapes and self.coupling.of_elements:
+            fqn = min(self.coupling.of_elements)
+            raise ValueError(bounds_error(fqn, self.coupling.reason(fqn)))
         if not same_shapes:
             raise ValueError(
                 f"rows of the batch depend on each other in {names}, so all data-parallel ranks "

@@ -17,6 +17,7 @@ from vescale_dtensor import InterleavedShard
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
+from .dims.bounds import Bounds, Kind, num_rows_of_bounds
 from .dims.packed_rows import PackedRows, PackedRowsError, num_rows_of_packed
 from .dims.row_counts import RowDims, num_nodes_of, num_rows_of
 
@@ -32,12 +33,23 @@ class Rows:
         lengths: How many elements every row has, of a packed tensor of a call; see
             [Note: packed rows]. Empty if all have as many, None if the call does not tell.
         is_optional: Whether the model takes None in place of a packed tensor without elements.
+        bounds: What bounds of rows there are along the dim, if any; see [Note: bounds of rows].
     """
 
     dim: int
     outermost: bool = True
     lengths: tuple[int, ...] | None = ()
     is_optional: bool = False
+    bounds: Kind | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows may have other numbers of elements along the dim."""
+        return self.lengths != () or self.bounds == "owners"
+
+    def num_rows(self, tensor: Tensor) -> int:
+        """Return how many rows a tensor has that is not packed."""
+        return num_rows_of_bounds(tensor, self.bounds) if self.bounds else tensor.shape[self.dim]
 
     def placement(self, length: int, num_rows: int) -> Placement:
         """Return how ranks hold a tensor, given what this one has of the dim and of the batch."""
@@ -100,6 +112,8 @@ class RowCoupling:
         apart: The same with such buffers; None if there are none.
         fails: Whether some code does not run on fewer rows.
         of_graphs: Whether every rank has graphs of its own; see [Note: graphs of ranks].
+        of_elements: Regions that are given elements of packed tensors whose rows have bounds, or
+            these bounds: ranks would need as many.
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -116,6 +130,7 @@ class RowCoupling:
     apart: RowCoupling | None = None
     fails: bool = False
     of_graphs: bool = False
+    of_elements: frozenset[str] = frozenset()
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
@@ -126,8 +141,8 @@ class RowCoupling:
         if (of_packed := num_rows_of_packed(leaves, given)) is not None:
             return of_packed
         for leaf, rows in zip(leaves, given, strict=False):
-            if isinstance(rows, Rows) and isinstance(leaf, Tensor):
-                return leaf.shape[rows.dim]
+            if isinstance(rows, Rows) and isinstance(leaf, Tensor) and rows.lengths == ():
+                return rows.num_rows(leaf)
         return num_rows_of(args, kwargs)
 
     def rows_of(
@@ -146,6 +161,16 @@ class RowCoupling:
             _of_packed(rows, leaves, index, to_cut) if isinstance(rows, PackedRows) else rows
             for index, rows in enumerate(self.given)
         )
+
+    def shapes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[int, ...]]:
+        """Return what ranks have alike of a call's tensors: shapes, without what is packed."""
+        leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+        given = [None] * len(leaves) if self.of_elements else self.rows_of(args, kwargs)
+        return [
+            tuple(x.shape[1:] if where is not None and where.is_packed else x.shape)
+            for x, where in zip(leaves, given or [None] * len(leaves), strict=True)
+            if isinstance(x, Tensor)
+        ]
 
     def is_region(self, fqn: str) -> bool:
         """Whether rows depend on each other in a module's own code."""
@@ -173,6 +198,7 @@ class RowCoupling:
             apart=None if self.apart is None else self.apart.as_patterns(),
             fails=self.fails,
             of_graphs=self.of_graphs,
+            of_elements=frozenset(map(generalize, self.of_elements)),
         )
 
     def is_written(self, fqn: str) -> bool:
@@ -204,6 +230,8 @@ NOWHERE = RowCoupling()
 
 
 def _of_packed(packed: PackedRows, leaves: Sequence[Any], index: int, to_cut: bool) -> Rows:
+    if isinstance(packed, Bounds):
+        return Rows(packed.dim, bounds=packed.kind)
     try:
         lengths = packed.lengths(leaves, index)
     except PackedRowsError:
@@ -249,6 +277,7 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         joined([each.apart or each for each in found]) if any(e.apart for e in found) else None,
         any(each.fails for each in found),
         any(each.of_graphs for each in found),
+        frozenset[str]().union(*(each.of_elements for each in found)),
     )
 
 

@@ -17,33 +17,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import scaled_copy, sharing_copy
 from vescale_parallel._verify.compared_results import other_decision
 
 from .added.added_buffers import added_buffers
-from .borders import ModuleRows, Output, RowCoupling, structure
+from .borders import RowCoupling, structure
+from .dims.bounds import GivenBounds
+from .found import NO_BOUNDS, Found, Given
 from .gradients_of_parts import compare_gradients, is_flat
-from .kept import (
-    Place,
-    absolute,
-    dependent,
-    differs,
-    names_of,
-    set_kept,
-    with_rows,
-    worth_a_warning,
-)
-from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, same_value, where_rows
-from .ranked_rows import picks_rows
-from .results.means import is_number, with_means
-from .results.row_lists import with_lists
+from .kept import Place, absolute, dependent, differs, set_kept, with_rows, worth_a_warning
+from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, same_value
+from .results.means import is_number
+from .results.ranked_rows import picks_rows
 from .runs import (
     Call,
     OtherCallsError,
@@ -53,7 +44,6 @@ from .runs import (
     fold_row_lists,
     run_module,
     seeded,
-    tells_num_rows,
 )
 
 
@@ -64,8 +54,6 @@ class CannotRunError(RowCheckError):
 class UnclearRowsError(RowCheckError):
     """More than one dim may be the rows, and it makes a difference."""
 
-
-Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 # What weights are multiplied with where a loss is one number for any rows: within a margin then.
 _SMALLER = (0.1, 0.01)
@@ -78,25 +66,28 @@ def row_coupling(
     *,
     num_rows: int = NUM_ROWS,
     losses_only: bool = False,
+    bounds: GivenBounds = NO_BOUNDS,
 ) -> RowCoupling:
     """Return where rows depend on each other in a call of a model.
 
     The model is on the CPU, with values in float64; ``whole`` has ``num_rows`` rows. With
-    ``losses_only``, numbers that have no gradient do not matter.
+    ``losses_only``, numbers that have no gradient do not matter. ``bounds`` are those of rows,
+    which the batches are given.
 
     Raises:
         CannotRunError: If the model cannot be run.
         GradientsDifferError: If its gradients differ though its results do not.
     """
-    found = _found(model, whole, halves, _Found(losses_only, num_rows))
+    found = _found(model, whole, halves, Found(losses_only, num_rows, bounds))
     coupling = found.coupling(whole, halves)
     if not found.may_add:
         return coupling
-    apart = _found(model, whole, halves, _Found(losses_only, num_rows, added=found.may_add))
+    again = Found(losses_only, num_rows, bounds, added=found.may_add)
+    apart = _found(model, whole, halves, again)
     return replace(coupling, apart=apart.coupling(whole, halves))
 
 
-def _found(model: nn.Module, whole: Given, halves: Sequence[Given], found: _Found) -> _Found:
+def _found(model: nn.Module, whole: Given, halves: Sequence[Given], found: Found) -> Found:
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
         calls = Call(*whole), [Call(*half) for half in halves]
@@ -109,110 +100,12 @@ def _found(model: nn.Module, whole: Given, halves: Sequence[Given], found: _Foun
     return found
 
 
-@dataclass
-class _Found:
-    """What was found so far.
-
-    Attributes:
-        losses_only: Whether numbers that have no gradient do not matter.
-        num_rows: How many all rows are.
-        regions: Modules in whose own code rows depend on each other, and why.
-        module_rows: By module and form of call.
-        unclear: Calls of which it cannot be told where the rows are in what they are given.
-        mixed: Likewise in what they return: both dims of (batch x batch), for example.
-        callers: Modules whose own code calls a module.
-        names: Of what the model returns.
-        is_flat: Whether a loss was one number for all rows and for parts of them, beyond a margin.
-        written: Parameters that forward writes to, with values that every run begins with.
-        read: Attributes that depend on the rows, and that the next call computes with.
-        rows_read: Attributes that have something for every row, and that the next call reads.
-        kept: Others that depend on the rows.
-        added: Buffers that rows add to, which do not count as depending on rows.
-        may_add: Buffers that were found to be such.
-        fails: Whether some code does not run on fewer rows.
-    """
-
-    losses_only: bool
-    num_rows: int
-    regions: dict[str, str] = field(default_factory=dict[str, str])
-    module_rows: dict[tuple[str, str], ModuleRows] = field(
-        default_factory=dict[tuple[str, str], ModuleRows]
-    )
-    unclear: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
-    mixed: set[tuple[str, str]] = field(default_factory=set[tuple[str, str]])
-    callers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
-    names: list[str] = field(default_factory=list[str])
-    is_flat: bool = False
-    written: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
-    read: set[Place] = field(default_factory=set[Place])
-    rows_read: set[Place] = field(default_factory=set[Place])
-    kept: set[Place] = field(default_factory=set[Place])
-    added: frozenset[str] = frozenset()
-    may_add: frozenset[str] = frozenset()
-    fails: bool = False
-
-    def coupling(self, whole: Given, halves: Sequence[Given]) -> RowCoupling:
-        """Return what was found, of a call with these rows and parts."""
-        given, _ = where_rows(Call(*whole).inputs, Call(*halves[0]).inputs, self.num_rows)
-        return RowCoupling(
-            regions=self.regions,
-            module_rows=self.useful_rows(),
-            given=given,
-            returned=self.returned(whole),
-            written=frozenset(self.written),
-            added=self.added,
-            kept=names_of(at for at in self.kept if at[0] not in self.regions),
-            rows_read=names_of(self.rows_read),
-            fails=self.fails,
-        )
-
-    def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:
-        """Return those of regions, and of what can be left to run on a part of the rows."""
-        regions = {*self.regions}
-        mixed = self.mixed | {at for at, rows in self.module_rows.items() if rows.has_lists}
-        return {
-            at: replace(rows, outputs=()) if rows.has_lists else rows
-            for at, rows in self.module_rows.items()
-            if at not in self.unclear
-            and (
-                at[0] in regions or (self.callers.get(at[0], set()) & regions and at not in mixed)
-            )
-        }
-
-    def returned(self, whole: Given) -> tuple[tuple[str, Output], ...] | None:
-        """Return where the rows are in what the model returns, if that can be told."""
-        at = "", structure(whole)
-        rows = self.module_rows.get(at)
-        if rows is None or at in self.mixed or len(rows.outputs) != len(self.names):
-            return None
-        if rows.has_lists and "" in self.regions:
-            return None
-        return tuple(zip(self.names, rows.outputs, strict=True))
-
-    def add(self, fqn: str, whole: Call, parts: Sequence[Call]) -> None:
-        at = fqn, structure((whole.args, whole.kwargs))
-        if not fqn:
-            self.names = leaf_names(whole.output if whole.folded is None else whole.folded)
-        inputs, is_clear = where_rows(whole.inputs, parts[0].inputs, self.num_rows)
-        outputs, is_row_wise = where_rows(whole.outputs, parts[0].outputs, self.num_rows)
-        if fqn and not any(inputs) and tells_num_rows(whole, parts[0]):
-            # A region's code tells the number of all rows, so it is made for all of them.
-            outputs = (None,) * len(outputs)
-        compared = [] if fqn or not self.losses_only else [part.outputs for part in parts]
-        means = with_means(outputs, parts[0].are_means, whole.outputs, compared)
-        rows = ModuleRows(inputs, with_lists(means, whole.outputs))
-        if not is_clear or self.module_rows.setdefault(at, rows) != rows:
-            self.unclear.add(at)
-        if not is_row_wise:
-            self.mixed.add(at)
-
-
 def _examine(
     module: nn.Module,
     fqn: str,
     call: Call,
     halves: Sequence[Call],
-    found: _Found,
+    found: Found,
     *,
     is_model: bool = False,
 ) -> None:
@@ -245,7 +138,7 @@ def _examine(
         _absorb_keepers(fqn, whole, parts, found)
 
 
-def _first_run(model: nn.Module, call: Call, found: _Found) -> Run:
+def _first_run(model: nn.Module, call: Call, found: Found) -> Run:
     """Run a model on all rows; learn which parameters it writes to."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     whole = run_module(model, "", call, [], NUM_PARTS)
@@ -260,10 +153,11 @@ def _first_run(model: nn.Module, call: Call, found: _Found) -> Run:
 
 
 def _examine_inside(
-    module: nn.Module, fqn: str, whole: Run, halves: Sequence[Call], found: _Found
+    module: nn.Module, fqn: str, whole: Run, halves: Sequence[Call], found: Found
 ) -> str | None:
     """Examine the modules that a module calls; return why its own code needs all rows, if so."""
-    script = [Script(whole.calls, part, found.num_rows) for part in range(NUM_PARTS)]
+    known = whole.calls, found.num_rows, found.bounds
+    script = [Script(part, *known) for part in range(NUM_PARTS)]
     try:
         forced = [
             run_module(module, fqn, half, whole.counts, 1, each, written=found.written)
@@ -290,7 +184,7 @@ def _examine_inside(
 
 
 def _look_at_kept(
-    model: nn.Module, call: Call, whole: Run, parts: Sequence[Run], found: _Found
+    model: nn.Module, call: Call, whole: Run, parts: Sequence[Run], found: Found
 ) -> None:
     """Note what a model leaves in attributes that depends on rows; see [Note: kept attributes]."""
     if whole.subject is None or any(run.error for run in parts):
@@ -310,7 +204,7 @@ def _look_at_kept(
 
 
 def _again(
-    model: nn.Module, call: Call, whole: Run, places: set[Place], found: _Found
+    model: nn.Module, call: Call, whole: Run, places: set[Place], found: Found
 ) -> Run | None:
     """Run a model with what it left in attributes; None if it then returns something else."""
     assert whole.subject is not None
@@ -321,7 +215,7 @@ def _again(
     return None if again.error is not None or differs(*outputs) else again
 
 
-def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: _Found) -> None:
+def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: Found) -> None:
     """Make regions of modules that keep what a region's code may read behind their backs."""
     for (holder, attribute), tensor in whole.kept.items():
         of_parts = [run.kept.get((holder, attribute)) for run in parts]
@@ -334,7 +228,7 @@ def _absorb_keepers(fqn: str, whole: Run, parts: Sequence[Run], found: _Found) -
 
 
 def _difference(
-    whole: Run, parts: Sequence[Run], found: _Found, fqn: str, *, own: bool = False
+    whole: Run, parts: Sequence[Run], found: Found, fqn: str, *, own: bool = False
 ) -> str | None:
     """Return what a module returns, or keeps, that parts of the rows do not give."""
     outputs = whole.call.outputs

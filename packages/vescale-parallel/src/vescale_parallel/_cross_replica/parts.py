@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .borders import Rows, part_of_rows, rows_dim
+from .dims.bounds import GivenBounds
 
 NUM_ROWS, NUM_PARTS = 4, 2
 
@@ -60,15 +61,18 @@ def equal(found: Tensor, expected: Tensor, *, relative: float = 1e-9) -> bool:
 
 
 def where_rows(
-    whole: list[Any], part: list[Any], num_rows: int
+    whole: list[Any], part: list[Any], num_rows: int, bounds: GivenBounds | None = None
 ) -> tuple[tuple[Rows | None, ...], bool]:
-    """Return where the rows are in tensors, and whether shapes tell for all of them."""
+    """Return where the rows are in tensors, and whether shapes tell for all of them.
+
+    Those of ``bounds`` are known.
+    """
     if len(whole) != len(part):
         return (), False
     pairs = list(zip(whole, part, strict=True))
     both = [isinstance(w, Tensor) and isinstance(x, Tensor) for w, x in pairs]
     rows = [
-        rows_in(w, x, 0, num_rows) if tensors else None
+        _rows_of_pair(w, x, num_rows, bounds) if tensors else None
         for (w, x), tensors in zip(pairs, both, strict=True)
     ]
     told = [
@@ -76,3 +80,12 @@ def where_rows(
         for (w, x), found, tensors in zip(pairs, rows, both, strict=True)
     ]
     return tuple(rows), all(told)
+
+
+def _rows_of_pair(
+    whole: Tensor, part: Tensor, num_rows: int, bounds: GivenBounds | None
+) -> Rows | None:
+    kind = None if bounds is None else bounds.kind(whole, part, 0)
+    return (
+        rows_in(whole, part, 0, num_rows) if kind is None else Rows(whole.dim() - 1, bounds=kind)
+    )

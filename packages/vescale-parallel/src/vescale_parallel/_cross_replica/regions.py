@@ -33,7 +33,7 @@ from vescale_parallel._torch_private import current_function_mode, pytree
 
 from .borders import NOWHERE, RowCoupling, Rows
 from .kept import settle_attributes
-from .row_converter import RowConverter, is_of_a_part, padded
+from .row_converter import RowConverter, bounds_error, is_of_a_part, padded, refuse_offsets
 from .writes import Parted, loses_gradient, loss_of_gradient, without_graph
 
 
@@ -184,6 +184,8 @@ class RowRegions:
                     "with could not be told; use data_parallel.size 1, or give it tensors whose "
                     "first dim is the batch"
                 )
+            if any(isinstance(where, Rows) and where.bounds for where in rows.inputs):
+                raise ValueError(bounds_error(fqn, self.coupling.reason(fqn)))
             args, kwargs = self._converter.to_rows((args, kwargs), rows.inputs)
             with self._inside():
                 output = forward(*args, **kwargs)
@@ -316,6 +318,8 @@ class _WithRows(TorchFunctionMode):
                 args, named = pytree.tree_map_only(Tensor, without_graph, (args, named))
             if func == _SET_DATA and not self._converter.is_inside(args[0]):
                 return func(args[0], args[1].full_tensor())
+            if func is nn.functional.embedding_bag:
+                refuse_offsets(*args, **named)
             if named.get("max_norm") is not None and func in _EMBEDDINGS:
                 named["max_norm"] = _limit_norms(args[0], args[1], **named)
             if any(is_of_a_part(x) for x in tensors if not self._converter.is_inside(x)):

@@ -234,6 +234,28 @@ def is_of_a_part(x: Tensor) -> bool:
     return False
 
 
+def refuse_offsets(
+    indices: Tensor, weight: Tensor, offsets: Tensor | None = None, *args: Any, **named: Any
+) -> None:
+    """Refuse offsets of bags that ranks have each of their own, with others behind them.
+
+    Raises:
+        ValueError: If they are.
+    """
+    if isinstance(offsets, DTensor) and any(map(is_sharded, offsets.placements)):
+        raise ValueError(bounds_error("", "offsets of all ranks, one behind the other, are none"))
+
+
+def bounds_error(fqn: str, reason: str) -> str:
+    """Return what is wrong with code over all rows that is given packed ones."""
+    return (
+        f"rows of the batch depend on each other in {fqn or 'the model'!r} ({reason}), which is "
+        "given packed rows, or where they begin or end, and data-parallel ranks have others. Have "
+        "a module of its own, nn.EmbeddingBag for example, make one vector of each row for it, or "
+        "use data_parallel.size 1"
+    )
+
+
 def padded(
     data: Tensor, lengths_T: Tensor, batch_first: bool, padding: float, total: int
 ) -> tuple[Tensor, Tensor]:

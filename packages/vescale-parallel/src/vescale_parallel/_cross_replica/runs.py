@@ -27,10 +27,11 @@ from vescale_parallel._verify.modes.side_effects import SideEffects, watched_sid
 from vescale_parallel._verify.modes.without_chance import WithoutChance
 
 from .borders import part_of_rows
+from .dims.bounds import GivenBounds
 from .kept import Kept, Place, changed, kept_in
 from .parts import NUM_PARTS, is_part, rows_in, same_value
-from .ranked_rows import Picked, PickedRows
 from .results.means import MeanTracker
+from .results.ranked_rows import Picked, PickedRows
 from .results.row_lists import folded_alike
 
 
@@ -134,15 +135,17 @@ class Script:
     """Has the modules that a module calls be given and return their part of a run on all rows.
 
     Attributes:
-        calls: Of the run on all rows.
         part: Which part of the rows this run is on.
+        calls: Of the run on all rows.
         num_rows: How many all rows are.
+        bounds: Of rows, which the model is given.
         noticed: How an input was not that part, the first one.
     """
 
-    calls: Sequence[tuple[str, Call]]
     part: int
+    calls: Sequence[tuple[str, Call]]
     num_rows: int
+    bounds: GivenBounds
     noticed: str | None = None
 
     def inputs(self, index: int, fqn: str, call: Call, means: MeanTracker) -> Call:
@@ -170,6 +173,8 @@ class Script:
     def _differs(self, x: Any, whole: Any, means: MeanTracker) -> bool:
         if not isinstance(x, Tensor) or not isinstance(whole, Tensor):
             return isinstance(x, Tensor) != isinstance(whole, Tensor) or not same_value(x, whole)
+        if self.bounds.kind(whole, x, self.part):
+            return False
         return not means.is_mean(x) and not is_part(x, whole, self.part, self.num_rows)
 
     def _scripted(self, x: Any, whole: Any, means: MeanTracker) -> Any:
@@ -178,7 +183,7 @@ class Script:
         if means.is_mean(x):
             # Of all rows, so that what is wrong inside is not found again outside.
             return means.note(whole.clone().requires_grad_(x.requires_grad))
-        if is_part(x, whole, self.part, self.num_rows):
+        if is_part(x, whole, self.part, self.num_rows) or self.bounds.kind(whole, x, self.part):
             return x
         if x.shape == whole.shape:
             return whole.clone().requires_grad_(x.requires_grad)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vescale_parallel._cross_replica.borders import Rows
+from vescale_parallel._cross_replica.dims.bounds import bounds_within
 from vescale_parallel._loss.output import mean_of_parts
 from vescale_parallel._model.inputs import batch_dims, refuse_closed_batch
 from vescale_parallel._torch_private import pytree
@@ -81,6 +83,12 @@ def rows_within(whole: Tensor, rows: Rows, start: int, size: int, num_rows: int)
     Raises:
         ValueError: If it has not as many elements of every row, and it is not known how many.
     """
+    if whole.is_nested:
+        return torch.nested.as_nested_tensor(
+            [*whole.unbind()][start : start + size], layout=whole.layout
+        )
+    if rows.bounds:
+        return bounds_within(whole, rows.bounds, start, size)
     if rows.lengths:
         before, inside = sum(rows.lengths[:start]), sum(rows.lengths[start : start + size])
         return whole.narrow(rows.dim, before, inside)
@@ -148,5 +156,5 @@ def _located(
 def _num_rows(pairs: Sequence[tuple[Any, Rows | None]]) -> int | None:
     # Where rows share a dim with something else it is longer.
     of_packed = [len(at.lengths) for _, at in pairs if at is not None and at.lengths]
-    of_dims = [x.shape[at.dim] for x, at in pairs if at is not None and not at.lengths]
+    of_dims = [at.num_rows(x) for x, at in pairs if at is not None and not at.lengths]
     return min(of_packed or of_dims, default=None)

@@ -21,6 +21,7 @@ from vescale_parallel._cross_replica.batches.graphs import graph_batches
 from vescale_parallel._cross_replica.batches.small_batches import some_rows, within
 from vescale_parallel._cross_replica.borders import Rows, rows_dim
 from vescale_parallel._cross_replica.call_guard import RowGuard
+from vescale_parallel._cross_replica.dims.bounds import Bounds
 from vescale_parallel._cross_replica.dims.row_counts import RowDims, num_nodes_of
 from vescale_parallel._cross_replica.parts import NUM_ROWS
 from vescale_parallel._cross_replica.runs import RowCheckError
@@ -155,7 +156,7 @@ class DrawForms:
         }
         if not folded:
             return alone
-        return alone | self._ordered(model, once, twice, {key: cuts[key] for key in folded})
+        return alone | self._ordered(model, once, twice, {key: cuts[key] for key in folded}, dims)
 
     def _cuts_of_graphs(self, model: nn.Module, given: Given) -> Cuts:
         """Return cuts of draws of a batch of graphs; None of those of nodes, edges and graphs.
@@ -196,7 +197,7 @@ class DrawForms:
         return Noted(few, many, few, [each for each in seen if each is not None])
 
     def _ordered(
-        self, model: nn.Module, once: Given, twice: Given, folded: Cuts
+        self, model: nn.Module, once: Given, twice: Given, folded: Cuts, dims: RowDims
     ) -> dict[Draw, ShardedDraw | None]:
         """Return cuts of dims that rows share with something else, and how they lie in it."""
         unknown: dict[Draw, ShardedDraw | None] = dict.fromkeys(folded)
@@ -205,7 +206,7 @@ class DrawForms:
         except RowCheckError:
             return unknown
         if is_scaled_down:
-            once, twice = within(subject, once), within(subject, twice)
+            once, twice = within(subject, once, dims), within(subject, twice, dims)
         known: dict[tuple[str, int, int], Rows | None] = {}
         for (fqn, index), cut in folded.items():
             if cut is None or cut.rows is None:
@@ -237,10 +238,15 @@ def _agreed(ranks: Sequence[Cuts | None]) -> Cuts | None:
 def _batches(given: Given, num_rows: int, dims: RowDims) -> tuple[Given, Given, Given]:
     """Return a batch of a few rows, one of all of them twice, and one of them and others."""
     whole, half, _ = some_rows(given, num_rows, uneven=False, dims=dims)
+    told = dict(dims)
     pairs = zip(pytree.tree_leaves(whole), pytree.tree_leaves(half), strict=False)
     if not any(isinstance(w, Tensor) and w.shape != h.shape for w, h in pairs):
         raise RowCheckError("no tensor is given that has rows")
-    return half, _doubled(whole, half), whole
+    leaves, spec = pytree.tree_flatten(_doubled(whole, half))
+    for index, bounds in enumerate(pytree.tree_leaves(whole)):
+        if isinstance(told.get(index), Bounds):
+            leaves[index] = bounds  # of rows as long as these
+    return half, pytree.tree_unflatten(leaves, spec), whole
 
 
 def _doubled(whole: Any, half: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import RowCoupling
-from vescale_parallel._cross_replica.check import CannotRunError, Given, row_coupling
+from vescale_parallel._cross_replica.check import CannotRunError, row_coupling
 from vescale_parallel._cross_replica.dims.row_counts import (
     is_edges,
     last_end,
@@ -33,6 +33,7 @@ from vescale_parallel._cross_replica.dims.row_counts import (
     num_nodes_of,
     tensors_of_call,
 )
+from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.parts import NUM_ROWS, equal
 from vescale_parallel._cross_replica.runs import NotFewerRowsError, RowCheckError, seeded
 from vescale_parallel._model.copies import tensors_within

@@ -10,8 +10,9 @@ from torch import nn
 
 from vescale_parallel._cross_replica.batches.small_batches import some_rows, within
 from vescale_parallel._cross_replica.borders import RowCoupling, unclear_rows
-from vescale_parallel._cross_replica.check import CannotRunError, Given, UnclearRowsError
+from vescale_parallel._cross_replica.check import CannotRunError, UnclearRowsError
 from vescale_parallel._cross_replica.dims.row_counts import RowDims, shapes_with_rows
+from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.parts import NUM_PARTS, NUM_ROWS
 from vescale_parallel._cross_replica.runs import Call, NotFewerRowsError, run_module, seeded
 from vescale_parallel._model.inputs import usual_num_rows
@@ -72,7 +73,7 @@ def check_more_rows(
     some = some_rows(given, num_rows, uneven=False, dims=dims, num_few=count, repeats=True)
     twice: Any = some[0]
     if is_scaled_down:
-        twice = within(subject, twice)
+        twice = within(subject, twice, dims)
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
         error = run_module(subject, "", Call(*twice), [], NUM_PARTS).error

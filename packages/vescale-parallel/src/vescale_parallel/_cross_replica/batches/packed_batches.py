@@ -1,4 +1,4 @@
-"""Small batches of calls with packed tensors: one row, and rows made of it; see packed_rows.py.
+"""Small batches of calls with packed tensors: one row, and rows made of it; see rows_by_tokens.py.
 
 Rows that have as much each in every packed tensor tell where rows lie in what a module makes of
 them, and few rows of a batch are alike in that. So all are made of one.
@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vescale_parallel._cross_replica.check import Given
-from vescale_parallel._cross_replica.dims.packed_rows import (
-    PackedRows,
+from vescale_parallel._cross_replica.dims.row_counts import RowDims
+from vescale_parallel._cross_replica.dims.rows_by_tokens import (
+    RowsByTokens,
     kept_tokens,
     likely_row,
     one_row,
 )
-from vescale_parallel._cross_replica.dims.row_counts import RowDims
+from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._model.inputs import some_that_count
 from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
@@ -46,7 +46,7 @@ def packed_batches(given: Given, dims: RowDims, num_few: int, made: RowsMade) ->
     leaves, spec = pytree.tree_flatten(given)
     own, where = one_row(leaves, dims, likely_row(leaves, dims))
     told = dict(dims)
-    texts = {x.texts for x in told.values() if isinstance(x, PackedRows)}
+    texts = {x.texts for x in told.values() if isinstance(x, RowsByTokens)}
     is_kept = kept_tokens(own[next(iter(texts))], dims)
     half = num_few // 2
     kept = (slice(0, num_few), slice(0, half), slice(half, num_few))
@@ -55,7 +55,7 @@ def packed_batches(given: Given, dims: RowDims, num_few: int, made: RowsMade) ->
         if dim is None:
             rows = None
             leaf = in_double(leaf) if isinstance(leaf, Tensor) else leaf
-        elif isinstance(told.get(index), PackedRows) and index not in texts:
+        elif isinstance(told.get(index), RowsByTokens) and index not in texts:
             rows = _others(in_double(leaf), num_few, made)
         else:
             rows = _rows(in_double(leaf).movedim(dim, 0), num_few, made, is_kept, index in texts)

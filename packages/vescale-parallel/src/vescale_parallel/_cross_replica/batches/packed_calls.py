@@ -1,4 +1,4 @@
-"""Calls whose packed tensors show only after the first one of their form; see packed_rows.py.
+"""Calls whose packed tensors show only after the first one of their form; see rows_by_tokens.py.
 
 Calls of one form may have one image for every row, and then none for some and two for others:
 the shapes of the first one, where nothing is as long as in the others, say something else.
@@ -12,7 +12,6 @@ from dataclasses import replace
 from torch import nn
 
 from vescale_parallel._cross_replica.borders import RowCoupling, Rows, packed_as
-from vescale_parallel._cross_replica.check import Given
 from vescale_parallel._cross_replica.dims.find_packed import (
     newly_packed,
     packed_rows,
@@ -21,6 +20,7 @@ from vescale_parallel._cross_replica.dims.find_packed import (
 from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
 from vescale_parallel._cross_replica.dims.packed_rows import PackedRows, num_rows_of_packed
 from vescale_parallel._cross_replica.dims.row_counts import RowDims
+from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._model.inputs import has_dims, usual_rows_dim
 from vescale_parallel._model.leaf_names import names_of_call
 from vescale_parallel._torch_private import pytree

@@ -14,7 +14,8 @@ from vescale_parallel._cross_replica.borders import (
     packed_as,
     with_regions_of,
 )
-from vescale_parallel._cross_replica.check import CannotRunError, Given
+from vescale_parallel._cross_replica.check import CannotRunError
+from vescale_parallel._cross_replica.dims.bounds import leaves_of_bounds
 from vescale_parallel._cross_replica.dims.find_packed import rows_of_media, texts_of
 from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
 from vescale_parallel._cross_replica.dims.packed_rows import (
@@ -28,6 +29,7 @@ from vescale_parallel._cross_replica.dims.row_counts import (
     unusual_dims,
     values_of_rows,
 )
+from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.gradients_of_parts import NoNumbersError
 from vescale_parallel._cross_replica.runs import NotFewerRowsError, RowCheckError
 from vescale_parallel._model.kept_outside import (
@@ -108,10 +110,12 @@ class RowSearch:
     def _of_dims(self, others: Iterable[RowDims]) -> dict[RowDims, RowCoupling]:
         found: dict[RowDims, RowCoupling] = {}
         for dims in others:
+            # All with bounds are tried: other ranks may not be able to call the same ones so.
+            is_of_bounds = bool(leaves_of_bounds(dims))
+            if not is_of_bounds and any(not each.regions for each in found.values()):
+                break
             with contextlib.suppress(RowCheckError, NoNumbersError, PackedRowsError):
                 found[dims] = self._of_uneven(packed_as(self._check_rows(dims), dims), dims)
-                if not found[dims].regions:
-                    break
         return found
 
     def _of_uneven(self, found: RowCoupling, dims: RowDims) -> RowCoupling:
@@ -119,7 +123,10 @@ class RowSearch:
         if not is_packed(dims) or found.regions:
             return found
         why = Trial(*self.subject(), self.skips_numbers).why_uneven(self.given, dims)
-        return found if why is None else replace(found, regions={"": why})
+        if why is None:
+            return found
+        of_elements = frozenset({""} if leaves_of_bounds(dims) else ())
+        return replace(found, regions={"": why}, of_elements=of_elements)
 
     def _check(self, in_groups: bool) -> RowCoupling:
         return coupling_of_call(
@@ -149,7 +156,7 @@ class RowSearch:
                 for uneven in (True, False)
             )
             try:
-                coupling = trial.coupling(batches)
+                coupling = trial.coupling(batches, dims)
                 if coupling.fails and num_rows in counts:
                     is_scaled_down = trial.is_scaled_down
                     check_more_rows(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from vescale_parallel._cross_replica.borders import RowCoupling, joined, named
-from vescale_parallel._cross_replica.dims.packed_rows import PackedRows, common_rows
+from vescale_parallel._cross_replica.dims.bounds import RowsByBounds, leaves_of_bounds
 from vescale_parallel._cross_replica.dims.row_counts import RowDims, ValuesOfRows, is_of_list
+from vescale_parallel._cross_replica.dims.rows_by_tokens import RowsByTokens, common_rows
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Seen:
     is_wrong: bool
     values: frozenset[ValuesOfRows]
     unusual: tuple[RowDims, ...]
-    packed: tuple[tuple[int, PackedRows], ...] = ()
+    packed: tuple[tuple[int, RowsByTokens], ...] = ()
 
 
 def unusual_dims_of(ranks: Sequence[Seen], known: RowCoupling | None) -> tuple[RowDims, ...]:
@@ -40,7 +42,8 @@ def unusual_dims_of(ranks: Sequence[Seen], known: RowCoupling | None) -> tuple[R
     """
     if known is not None and not known.regions:
         return ()
-    unusual = max((each.unusual for each in ranks), key=len)
+    # Values decide what may have bounds, and ranks have others.
+    unusual = tuple(dict.fromkeys(itertools.chain.from_iterable(each.unusual for each in ranks)))
     packed = common_rows([each.packed for each in ranks])
     return (packed, *unusual) if packed else unusual
 
@@ -71,10 +74,22 @@ def less_dependent(
         if not all(dims in each for each in ranks):
             continue
         found = joined([each[dims] for each in ranks])
-        limit = known if best is None else best[1]
+        limit = (None if _is_told(dims, known, found) else known) if best is None else best[1]
         if not found.fails and (limit is None or {*found.regions} < {*limit.regions}):
             best = dims, found
     return best
+
+
+def _is_told(dims: RowDims, known: RowCoupling | None, found: RowCoupling) -> bool:
+    """Whether a run with bounds of rows tells more than one without, whatever is coupled then.
+
+    Bounds that do not begin with 0 make code fail, or rows that belong to nobody seem coupled.
+    """
+    if known is None or not leaves_of_bounds(dims):
+        return False
+    # Labels in order may be taken for owners.
+    kinds = {rows.kind for _, rows in dims if isinstance(rows, RowsByBounds)} - {"owners"}
+    return known.fails or bool(kinds and found.of_elements)
 
 
 def two_batches(found: RowCoupling, other: RowCoupling, dims: RowDims) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.check import Given
+from vescale_parallel._cross_replica.check import CannotRunError
+from vescale_parallel._cross_replica.dims.bounds import leaves_of_bounds
 from vescale_parallel._cross_replica.dims.find_packed import texts_of
 from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
 from vescale_parallel._cross_replica.dims.packed_rows import is_packed
@@ -21,6 +23,7 @@ from vescale_parallel._cross_replica.dims.row_counts import (
     row_dim,
     shapes_with_rows,
 )
+from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.parts import NUM_ROWS
 from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.inputs import (
@@ -34,24 +37,26 @@ from vescale_parallel._model.inputs import (
 from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
 
+from .bounded_batches import bounded_batches
 from .packed_batches import RowsMade, packed_batches
 
 
-def within(model: nn.Module, given: Any) -> Any:
-    """Return a call with token ids in a smaller vocabulary.
+def within(model: nn.Module, given: Any, dims: RowDims = ()) -> Any:
+    """Return a call with token ids in a smaller vocabulary; ``dims`` says where the rows are.
 
     Texts for a model that :func:`with_any_ids` made take any stay: it compares them with its
-    configuration.
+    configuration. So do bounds of rows, which are no ids.
     """
     limit = _vocabulary(model) or largest_table(model)
     if limit <= 0:
         return given
     leaves, spec = pytree.tree_flatten(given)
     texts = texts_of(leaves) if type(_embedding(model)) is _OfAnyIds else None
+    kept = leaves_of_bounds(dims) | {texts}
 
     def inside(index: int, x: Any) -> Any:
         is_ids = isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
-        return torch.where(x >= limit, x % limit, x) if is_ids and index != texts else x
+        return torch.where(x >= limit, x % limit, x) if is_ids and index not in kept else x
 
     return pytree.tree_unflatten([inside(i, x) for i, x in enumerate(leaves)], spec)
 
@@ -149,6 +154,7 @@ def some_rows(
     dims: RowDims = (),
     num_few: int = NUM_ROWS,
     repeats: bool = False,
+    has_short: bool = False,
 ) -> list[Given]:
     """Return small batches: one of ``num_few`` rows, and both halves of it.
 
@@ -161,6 +167,7 @@ def some_rows(
     Raises:
         ValueError: If there are no rows.
         TypeError: If objects that pytree does not open hold them.
+        CannotRunError: If there is a nested tensor.
     """
     if not num_rows:
         refuse_closed_batch(given)
@@ -171,10 +178,18 @@ def some_rows(
     if is_packed(dims):
         thinned = _thinned_masks if uneven else lambda x: x
         made = RowsMade(repeats, thinned, None if alike is None else alike.fill)
-        return packed_batches(given, dims, num_few, made)
+        if not leaves_of_bounds(dims):
+            return packed_batches(given, dims, num_few, made)
+        new = None if repeats else torch.Generator().manual_seed(0)
+        grown = functools.partial(
+            _grown, num_few=num_few, generator=new, length=None, uneven=uneven
+        )
+        return bounded_batches(given, dims, num_few, made, grown, has_short=has_short)
     half = num_few // 2
     kept = (slice(0, num_few), slice(0, half), slice(half, num_few))
     leaves = pytree.tree_leaves(given)
+    if any(isinstance(x, Tensor) and x.is_nested for x in leaves):
+        raise CannotRunError("a nested tensor is given")
     told = {id(leaves[index]): dim for index, dim in dims}
     counts = num_rows, num_few
     return [

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from vescale_parallel._cross_replica.borders import NOWHERE, RowCoupling
-from vescale_parallel._cross_replica.check import CannotRunError, Given, row_coupling
+from vescale_parallel._cross_replica.check import CannotRunError, row_coupling
+from vescale_parallel._cross_replica.dims.bounds import GivenBounds, leaves_of_bounds
+from vescale_parallel._cross_replica.dims.packed_rows import num_rows_of_packed
 from vescale_parallel._cross_replica.dims.row_counts import RowDims
+from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.gradients_of_parts import NoNumbersError
 from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._torch_private import pytree
 
 from .small_batches import extremes_of, some_rows, within
 from .uneven_rows import uneven_batches, why_uneven
@@ -31,18 +35,26 @@ class Trial:
     is_scaled_down: bool
     skips_numbers: bool
 
-    def coupling(self, batches: Iterable[tuple[int, list[Given]]]) -> RowCoupling:
+    def coupling(self, batches: Iterable[tuple[int, list[Given]]], dims: RowDims) -> RowCoupling:
         """Return what the first batch shows that the model runs on, each with both halves.
+
+        ``dims`` says where the rows are.
 
         Raises:
             CannotRunError: If it runs on none.
         """
         errors: list[CannotRunError] = []
         for num_rows, batch in batches:
-            whole, *halves = self._fitting(batch)
+            bounds = GivenBounds.of(dims, batch[0], batch[1:])
+            whole, *halves = self._fitting(batch, dims)
             try:
                 found = row_coupling(
-                    self.subject, whole, halves, num_rows=num_rows, losses_only=self.skips_numbers
+                    self.subject,
+                    whole,
+                    halves,
+                    num_rows=num_rows,
+                    losses_only=self.skips_numbers,
+                    bounds=bounds,
                 )
             except CannotRunError as error:
                 errors.append(error)
@@ -60,17 +72,26 @@ class Trial:
             for kind in extremes_of(self.subject)
         )
         try:
-            return self.coupling(batches)
+            return self.coupling(batches, dims)
         except (CannotRunError, NoNumbersError):
             return NOWHERE  # such rows need not fit the model
 
     def why_uneven(self, given: Given, dims: RowDims) -> str | None:
         """Return how losses are no means over rows of which some have more packed than others."""
-        for batch in uneven_batches(given, dims):
-            whole, *halves = self._fitting(batch)
-            if (why := why_uneven(self.subject, whole, halves)) is not None:
+        are_bounded = bool(leaves_of_bounds(dims))
+        batches = _of_short_rows(given, dims) if are_bounded else uneven_batches(given, dims)
+        for batch in batches:
+            whole, *halves = self._fitting(batch, dims)
+            if (why := why_uneven(self.subject, whole, halves, rows=are_bounded)) is not None:
                 return why
         return None
 
-    def _fitting(self, batch: list[Given]) -> list[Given]:
-        return [within(self.subject, x) for x in batch] if self.is_scaled_down else batch
+    def _fitting(self, batch: list[Given], dims: RowDims) -> list[Given]:
+        return [within(self.subject, x, dims) for x in batch] if self.is_scaled_down else batch
+
+
+def _of_short_rows(given: Given, dims: RowDims) -> Iterator[list[Given]]:
+    """Yield a batch of which rows of the second half are shorter."""
+    num_rows = num_rows_of_packed(pytree.tree_leaves(given), (rows for _, rows in dims))
+    assert num_rows is not None
+    yield some_rows(given, num_rows, uneven=False, dims=dims, has_short=True)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.check import Given
-from vescale_parallel._cross_replica.dims.packed_rows import PackedRows, kept_tokens, one_row
 from vescale_parallel._cross_replica.dims.row_counts import RowDims
+from vescale_parallel._cross_replica.dims.rows_by_tokens import RowsByTokens, kept_tokens, one_row
+from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.parts import NUM_PARTS, equal
 from vescale_parallel._cross_replica.runs import Call, OtherCallsError, Run, run_module, seeded
 from vescale_parallel._loss.output import is_loss
+from vescale_parallel._model.inputs import has_dims
 from vescale_parallel._model.leaf_names import leaf_names
 from vescale_parallel._model.random_copies import in_double
 from vescale_parallel._torch_private import pytree
@@ -31,7 +32,7 @@ def uneven_batches(given: Given, dims: RowDims) -> Iterator[list[Given]]:
     the same text without.
     """
     leaves, spec = pytree.tree_flatten(given)
-    texts = next(rows.texts for _, rows in dims if isinstance(rows, PackedRows))
+    texts = next(rows.texts for _, rows in dims if isinstance(rows, RowsByTokens))
     counts = kept_tokens(leaves[texts], dims).sum(1).tolist()
     most, least = counts.index(max(counts)), counts.index(min(counts))
     row, where = one_row(leaves, dims, most)
@@ -43,8 +44,13 @@ def uneven_batches(given: Given, dims: RowDims) -> Iterator[list[Given]]:
         yield [pytree.tree_unflatten(each, spec) for each in _batches(row, other, where, dims)]
 
 
-def why_uneven(subject: nn.Module, whole: Given, halves: Sequence[Given]) -> str | None:
-    """Return how a loss of all rows is no mean over halves; None if it is, or cannot be run."""
+def why_uneven(
+    subject: nn.Module, whole: Given, halves: Sequence[Given], *, rows: bool = False
+) -> str | None:
+    """Return how a loss of all rows is no mean over halves; None if it is, or cannot be run.
+
+    With ``rows``, also how results of rows are not those of both halves, one behind the other.
+    """
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
         run = run_module(subject, "", Call(*whole), [], NUM_PARTS)
@@ -61,8 +67,25 @@ def why_uneven(subject: nn.Module, whole: Given, halves: Sequence[Given]) -> str
         found = [each[name] for each in of_parts if name in each]
         if len(found) < len(parts) or not equal(torch.stack(found).mean(), loss):
             return (
-                "it returns a number that is not a mean over rows where some have more images, "
+                "it returns a number that is not a mean over rows where some have more "
+                f"{'elements' if rows else 'images'}, "
                 f"output{name}"
+            )
+    return _why_rows_differ(run, parts) if rows else None
+
+
+def _why_rows_differ(run: Run, parts: Sequence[Run]) -> str | None:
+    for index, expected in enumerate(run.call.outputs):
+        found = [part.call.outputs[index] for part in parts if index < len(part.call.outputs)]
+        if len(found) < len(parts) or not all(map(has_dims, [expected, *found])):
+            continue
+        shapes = {(*x.shape[1:],) for x in [expected, *found]}
+        if len(shapes) > 1 or not (
+            equal(torch.cat(found), expected) or all(equal(x, expected) for x in found)
+        ):
+            return (
+                f"rows of its result of shape {tuple(expected.shape)} depend on other rows, where "
+                "some are longer"
             )
     return None
 
@@ -87,7 +110,7 @@ def _batches(
             ]
             leaf = each[0] if dim is None else torch.cat(each, dim).contiguous()
             packed = told.get(index)
-            is_none = isinstance(packed, PackedRows) and packed.is_optional and not len(leaf)
+            is_none = isinstance(packed, RowsByTokens) and packed.is_optional and not len(leaf)
             leaves.append(None if is_none else leaf)
         return leaves
 
@@ -106,7 +129,7 @@ def _without_images(
     index = torch.where(is_kept, word, torch.arange(length, device=is_kept.device))
     other: list[Any] = []
     for number, (leaf, dim) in enumerate(zip(row, where, strict=True)):
-        if isinstance(told.get(number), PackedRows) and number != texts:
+        if isinstance(told.get(number), RowsByTokens) and number != texts:
             leaf = leaf[:0]
         elif dim == 0 and leaf.dim() > 1 and leaf.shape[1] == length:
             leaf = leaf[:, index]

@@ -17,11 +17,11 @@ from vescale_parallel._model.leaf_names import names_of_call
 from vescale_parallel._torch_private import pytree
 
 from .media_tokens import kind_of_media, media_tokens
-from .packed_rows import (
+from .packed_rows import PackedRows, PackedRowsError
+from .rows_by_tokens import (
     MOST_SIZES,
     Mark,
-    PackedRows,
-    PackedRowsError,
+    RowsByTokens,
     counts_of,
     shared_lengths,
     sizes_of_elements,
@@ -32,7 +32,7 @@ _IMAGE_DIMS = 4
 
 def packed_rows(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[int, PackedRows], ...]:
+) -> tuple[tuple[int, RowsByTokens], ...]:
     """Return the packed leaves of a call, and what tells how many elements every row has.
 
     Where no token of the model's configuration is in the texts all rows have as many.
@@ -45,7 +45,7 @@ def packed_rows(
 
 def rows_of_media(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[int, PackedRows], ...]:
+) -> tuple[tuple[int, RowsByTokens], ...]:
     """Return what :func:`packed_rows` does, or what is of images though every row has one.
 
     The texts are then with it, of which every row has one, too: of rows with padded images, say,
@@ -57,13 +57,13 @@ def rows_of_media(
     told = _Told.of(model, leaves)
     if told is None or not told.counts:
         return ()
-    texts = told.texts, PackedRows(told.texts, kept=told.kept)
+    texts = told.texts, RowsByTokens(told.texts, kept=told.kept)
     return texts, *told.every(leaves, _arguments(model, args, kwargs))
 
 
 def newly_packed(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], given: Sequence[Any]
-) -> tuple[tuple[int, PackedRows], ...]:
+) -> tuple[tuple[int, RowsByTokens], ...]:
     """Return the leaves that a call packs though calls before had one element of every row.
 
     Args:
@@ -153,9 +153,9 @@ class _Told:
 
     def every(
         self, leaves: Sequence[Any], named: Mapping[int, tuple[str, bool]]
-    ) -> tuple[tuple[int, PackedRows], ...]:
+    ) -> tuple[tuple[int, RowsByTokens], ...]:
         """Return what tells how many elements every row has, of each leaf of which it is told."""
-        num_rows, found = len(leaves[self.texts]), dict[int, PackedRows]()
+        num_rows, found = len(leaves[self.texts]), dict[int, RowsByTokens]()
         for index, leaf in enumerate(leaves):
             name, is_optional = named.get(index, ("", False))
             beside = _beside(leaves, index, num_rows, named)
@@ -167,17 +167,17 @@ class _Told:
 
     def _rows(
         self, leaves: Sequence[Any], index: int, beside: Sequence[int], kind: str
-    ) -> PackedRows | None:
+    ) -> RowsByTokens | None:
         """Return what tells how many elements of a leaf, of a kind of media, every row has."""
         leaf, num_rows = leaves[index], len(leaves[self.texts])
         # Class weights are one number each, too; of images there are sizes beside them.
         for sizes in [*beside, None] if leaf.dim() > 1 else beside:
             if ratios := self._ratios(leaves, index, sizes, kind):
-                return PackedRows(self.texts, ratios, self.kept, sizes)
+                return RowsByTokens(self.texts, ratios, self.kept, sizes)
         # (time x batch) is not packed.
         may_be_even = leaf.dim() > 1 and num_rows not in leaf.shape[:2]
         is_even = may_be_even and not self.counts and len(leaf) % num_rows == 0
-        return PackedRows(self.texts) if is_even else None
+        return RowsByTokens(self.texts) if is_even else None
 
     @property
     def kept(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._model.inputs import children_of, is_shared_by_rows, opened, usual_num_rows
 from vescale_parallel._torch_private import pytree
 
+from .find_bounds import bounded_dims
 from .packed_rows import PackedRows
 
 # The dim of the rows of leaves of a call, or none, where shapes would mislead; of what is packed,
@@ -145,7 +146,8 @@ def unusual_dims(
 ) -> tuple[RowDims, ...]:
     """Return where rows may be that shapes fit as well, unless it is known where they are."""
     second = () if is_known else second_dims(args, kwargs)
-    return tuple(filter(None, (second, listed_dims(args, kwargs))))
+    bounded = bounded_dims(args, kwargs)
+    return tuple(filter(None, (*bounded, second, listed_dims(args, kwargs))))
 
 
 def listed_dims(args: Sequence[Any], kwargs: Mapping[str, Any]) -> RowDims:

@@ -19,6 +19,8 @@ from torch.overrides import TorchFunctionMode
 from vescale_parallel._cross_replica.borders import MeanOfParts, NotOfParts, Output, Rows
 from vescale_parallel._torch_private import pytree
 
+from .lengths import IndexedLengths
+
 _ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
 _SCALE = {
     *("mul", "mul_", "div", "div_", "true_divide", "__mul__", "__rmul__", "__imul__"),
@@ -90,6 +92,7 @@ class MeanTracker(TorchFunctionMode):
         # Made of parameters alone; and what was, until something else was written to it.
         self._fixed: dict[int, Tensor] = {}
         self._written: dict[int, Tensor] = {}
+        self._lengths = IndexedLengths()
 
     def note(self, mean: Tensor) -> Tensor:
         """Take a scalar for such a one."""
@@ -106,6 +109,7 @@ class MeanTracker(TorchFunctionMode):
         is_fixed = bool(tensors) and all(map(self._is_fixed, tensors))
         is_linear = bool(tensors) and self._is_linear(name, args, tensors)
         result = func(*args, **(kwargs or {}))
+        self._lengths.note(name, args, tensors, result)
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
         if any(result is tensor for tensor in tensors):
@@ -128,7 +132,21 @@ class MeanTracker(TorchFunctionMode):
         if any(result is mean for mean in self._token_means[-1:]):
             return True
         node = result.grad_fn
-        return node is not None and _is_static_mean(node, node.name())
+        return node is not None and _is_mean(node, node.name()) and not self._is_by_values(node)
+
+    def _is_by_values(self, node: Any) -> bool:
+        """Whether a mean may be over as many elements as have some value."""
+        todo, seen = [node], {node}
+        while todo:
+            for following, _ in todo.pop().next_functions:
+                if following is None or following in seen:
+                    continue
+                is_indexed = following.name().startswith(_OF_UNKNOWN_LENGTH)
+                if is_indexed and not self._lengths.is_by_shape(following):
+                    return True
+                seen.add(following)
+                todo.append(following)
+        return False
 
     def _is_linear(self, name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
         means = [tensor for tensor in tensors if self.is_mean(tensor)]
@@ -149,19 +167,6 @@ def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
     return found
 
 
-def _is_static_mean(node: Any, name: str) -> bool:
+def _is_mean(node: Any, name: str) -> bool:
     is_loss = name.startswith(_LOSSES) and getattr(node, "_saved_reduction", 0) == _MEAN_REDUCTION
-    return (name.startswith(_MEANS) or is_loss) and not _has_unknown_length(node)
-
-
-def _has_unknown_length(node: Any) -> bool:
-    todo, seen = [node], {node}
-    while todo:
-        for following, _ in todo.pop().next_functions:
-            if following is None or following in seen:
-                continue
-            if following.name().startswith(_OF_UNKNOWN_LENGTH):
-                return True
-            seen.add(following)
-            todo.append(following)
-    return False
+    return name.startswith(_MEANS) or is_loss

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.dims.packed_rows import sizes_of_elements
+from vescale_parallel._cross_replica.dims.rows_by_tokens import sizes_of_elements
 from vescale_parallel._model.copies import copied_without_hooks, on_meta, snapshot
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.kept_outside import nothing_kept_outside

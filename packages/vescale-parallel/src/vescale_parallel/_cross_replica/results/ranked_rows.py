@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .parts import NUM_PARTS
+from vescale_parallel._cross_replica.parts import NUM_PARTS
 
 # The position of the dim among the arguments of operators that rank elements.
 _RANKING = {"sort": 1, "argsort": 1, "topk": 2, "kthvalue": 2}
