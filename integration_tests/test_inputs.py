@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import vescale
+from vescale_parallel import parallelize
 from vescale_testing import World
 
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints, make_plan
@@ -213,3 +214,32 @@ def one_rank_alone_without_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         one_rank_alone()
+
+
+class Shifted(nn.Module):
+    """Adds something that rows share to what it makes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x: Tensor, shift: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x) + shift, labels)
+
+
+def shifted(plan: dict[str, Any] | None) -> list[float]:
+    model: Any = Shifted().double()
+    if plan is not None:
+        model = parallelize(make_plan(plan), model)
+    torch.manual_seed(1)
+    x, shift = torch.rand(8, 5, dtype=torch.float64), torch.rand(4, dtype=torch.float64)
+    call = {"x": x, "shift": shift, "labels": torch.arange(8) % 4}
+    orders = ("x", "shift", "labels"), ("labels", "shift", "x"), ("shift", "labels", "x")
+    return [float(model(**{name: call[name] for name in order})) for order in orders]
+
+
+def test_arguments_come_in_any_order() -> None:
+    """Micro-batches are cut by what each is, not by where another one was before."""
+    (found,) = vescale.emulate(shifted, 1, args=({"batch.gradient_accumulation": 2},))
+    torch.testing.assert_close(found, shifted(None), rtol=1e-14, atol=0)

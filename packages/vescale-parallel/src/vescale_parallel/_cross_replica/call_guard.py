@@ -150,7 +150,9 @@ class RowGuard:
     ) -> tuple[str, int]:
         """Return what tells the forms of call apart."""
         modes = tuple(module.training for module in model.modules()), self._flags.of(model)
-        return self._forms.form(args, kwargs), hash((torch.is_grad_enabled(), modes))
+        # Where rows are is known by leaf, and keywords may come in any order.
+        order = tuple(self._forms.named(args, kwargs))
+        return self._forms.form(args, kwargs), hash((torch.is_grad_enabled(), modes, order))
 
     def _find(
         self,
