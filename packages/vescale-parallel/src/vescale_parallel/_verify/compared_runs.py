@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,6 +36,9 @@ from .modes.without_chance import WithoutChance
 from .region import Contradiction, Findings, Given, How, Region, Results
 from .region_arguments import ArgumentsOfCalls, ComparedArguments, entrances
 from .threads import run_in_threads
+
+# Of random weights of a matrix, what numbers above 1 are made of them with.
+_LARGE = 32
 
 
 def compare(
@@ -79,15 +83,21 @@ def _compare_once(
     *,
     training: bool = False,
     everywhere: bool = False,
+    enlarged: Collection[str] = (),
 ) -> Region:
-    """Compare one run; what modules are called with at borders of regions, or ``everywhere``."""
+    """Compare one run; what modules are called with at borders of regions, or ``everywhere``.
+
+    [Note: gradients that are zero] Of a whole parameter whose gradient is zero nobody can say
+    whether ranks have parts of it. Code may round numbers to zero, as householder products do with
+    what should be 1 or -1 (``parametrizations.orthogonal``). So such ones are ``enlarged`` then.
+    """
 
     def listener(region: Region, *, is_whole: bool) -> ArgumentsOfCalls:
         watched = entrances(region.module, region.fqn, sharding).arguments
         names = (fqn for fqn, _ in region.module.named_modules() if fqn)
         return ArgumentsOfCalls(names if everywhere else watched, keep_values=is_whole)
 
-    run = _run(make, sharding, listener, seed, training=training)
+    run = _run(make, sharding, listener, seed, training=training, enlarged=enlarged)
     region = run.region
     entering = entrances(region.module, region.fqn, sharding)
     try:
@@ -101,12 +111,22 @@ def _compare_once(
             found.partial |= undecided & compared.parameters_of_partial()
             undecided = set[str]()
         compared.check(found.partial | undecided)
+        silent = {fqn for fqn in undecided if _is_zero(run.expected, region.fqn, fqn)}
     finally:
         del run
         give_memory_back()
+    again = functools.partial(_compare_once, make, sharding, found, seed, training=training)
+    if silent and not enlarged:
+        with contextlib.suppress(DryRunError):  # such numbers need not fit
+            return again(enlarged=silent)
     if undecided and entering.arguments:
-        return _compare_once(make, sharding, found, seed, training=training, everywhere=True)
+        return again(everywhere=True, enlarged=enlarged)
     return region
+
+
+def _is_zero(results: Results, region: str, fqn: str) -> bool:
+    grad = results.grads.get(fqn.removeprefix(region).lstrip("."))
+    return grad is not None and not bool(grad.any())
 
 
 class Listener(Protocol):
@@ -168,11 +188,15 @@ def _run(
     seed: int,
     *,
     training: bool = False,
+    enlarged: Collection[str] = (),
 ) -> _Runs[L]:
     with untouched_generators(seed), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         region = make()
         base = random_copy(region.module, region.empty).train(training or region.training)
+        for name, parameter in base.named_parameters():
+            if f"{region.fqn}.{name}".strip(".") in enlarged:
+                parameter.data.mul_(_LARGE)
         before = states_of_generators()
         of_whole = listener(region, is_whole=True)
         expected, cotangents = _run_whole(region, base, of_whole)

@@ -49,3 +49,16 @@ def batch_norm(call: OpCall) -> None:
         call.block(dims[d])
     for out in call.outputs:
         call.give(out, dims if out.shape == x.shape else [call.whole(n) for n in out.shape])
+
+
+@rule("weight_norm_interface")
+def weight_norm(call: OpCall) -> None:
+    """Scale each slice along a dim, the first or the last, to a length."""
+    direction, length, kept = call.args["v"], call.args["g"], call.args["dim"]
+    dims = call.dims(direction)
+    call.unify(dims[kept], call.dims(length)[kept])
+    for dim in (*dims[:kept], *dims[kept + 1 :]):
+        call.block(dim)
+    for out in call.outputs:
+        of_norms = [dims[d] if d == kept else () for d in range(out.dim())]
+        call.give(out, dims if out.shape == direction.shape else of_norms)
