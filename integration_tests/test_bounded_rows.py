@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -143,15 +144,19 @@ def _accumulated(rows: list[Row]) -> Found:
 
 
 class Ragged(nn.Module):
-    """Sums over rows of a nested tensor."""
+    """Attention over rows of a nested tensor, and sums over them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(5, 8), nn.Linear(8, 4)
+        self.embedding, self.norm = nn.Embedding(50, 16), nn.LayerNorm(16)
+        self.projections = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4)
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        hidden = torch.nested.to_padded_tensor(self.first(x).relu(), 0.0)
-        return nn.functional.cross_entropy(self.head(hidden.sum(1)), labels)
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.embedding(ids))
+        heads = (each(x).unflatten(-1, [2, 8]).transpose(1, 2) for each in self.projections)
+        x = x + F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(-2)
+        return F.cross_entropy(self.head(torch.nested.to_padded_tensor(x, 0.0).sum(1)), labels)
 
 
 def nested(plan: str, batch: tuple[list[Tensor], Tensor]) -> Tensor:
@@ -167,7 +172,7 @@ def nested(plan: str, batch: tuple[list[Tensor], Tensor]) -> Tensor:
     optimizer = SGD(model.parameters(), lr=0.1)
     model(rows, batch[1][own]).backward()
     optimizer.step()
-    return whole(model.first.weight).detach().clone()
+    return whole(model.embedding.weight).detach().clone()
 
 
 @pytest.mark.filterwarnings("ignore:it could not be checked whether rows")
@@ -175,7 +180,7 @@ def nested(plan: str, batch: tuple[list[Tensor], Tensor]) -> Tensor:
 @pytest.mark.parametrize("plan", ["dp", "zero3", "accumulated", "dp, accumulated"])
 def test_nested_tensors_are_cut_in_rows(plan: str) -> None:
     torch.manual_seed(1)
-    rows = [torch.rand(length, 5, dtype=torch.float64) for length in (3, 1, 4, 1, 5, 2, 6, 2)]
+    rows = [torch.randint(0, 50, (length,)) for length in (3, 1, 4, 1, 5, 2, 6, 2)]
     batch = rows, torch.arange(ROWS) % 4
     for found in vescale.emulate(nested, size_of(plan), args=(plan, batch)):
         torch.testing.assert_close(found, nested("", batch), rtol=1e-13, atol=1e-15)

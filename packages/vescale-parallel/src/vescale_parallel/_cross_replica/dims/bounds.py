@@ -174,10 +174,10 @@ class GivenBounds:
 
     def kind(self, whole: Any, x: Any, part: int) -> Kind | None:
         """Return what bounds a tensor has, given that for all rows and for a part of them."""
-        if not (isinstance(whole, Tensor) and isinstance(x, Tensor)):
+        if not (isinstance(whole, Tensor) and isinstance(x, Tensor)) or not self.each:
             return None
         for kind, of_all, of_parts in self.each:
-            is_alike = whole.dtype == x.dtype == of_all.dtype
+            is_alike = whole.dtype == x.dtype == of_all.dtype and not whole.is_nested
             if is_alike and torch.equal(whole, of_all) and torch.equal(x, of_parts[part]):
                 return kind
         return None

@@ -212,6 +212,7 @@ def texts_of(leaves: Sequence[Any]) -> int | None:
         index: len(leaf.unique())
         for index, leaf in enumerate(leaves)
         if isinstance(leaf, Tensor)
+        and not leaf.is_nested
         and leaf.dim() == 2
         and leaf.shape[1] > MOST_SIZES
         and leaf.numel()

@@ -99,6 +99,10 @@ def _opened(name: str, value: Any) -> list[tuple[str, Any]]:
         inside = [(f"{name}[{key!r}]", each) for key, each in value.items()]
     elif isinstance(value, list | tuple):
         inside = [(f"{name}[{index}]", each) for index, each in enumerate(value)]
+    elif isinstance(value, Tensor) and value.is_nested:
+        # Every one has a length of its own, which is a number of this process alone.
+        rows = value.detach().unbind()
+        inside = [(f"{name}[{index}]", each) for index, each in enumerate(rows)]
     elif is_dataclass(value):
         inside = [(f"{name}.{f.name}", getattr(value, f.name, None)) for f in fields(value)]
     else:
