@@ -69,6 +69,12 @@ HUNG_BY_SCHEDULER, STEP_WAS_CALLED = "_wrapped_by_lr_sched", "_opt_called"
 # calls would take this package's own bookkeeping for the module's.
 unseen_functions: Any = torch._C.DisableTorchFunction
 
+# Of torch.func and torch.vmap: whether they run what is called now, what has it computed as if
+# they did not, and what they wrap tensors in. Without it they would transform collectives.
+is_transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active  # pyright: ignore[reportAttributeAccessIssue]
+outside_of_transforms: Any = torch._C._DisableFuncTorch  # pyright: ignore[reportAttributeAccessIssue]
+functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+
 # The hooks that are asked next about what autograd keeps; without them one could not tell whether
 # something, such as torch.utils.checkpoint, has put others before one's own.
 saved_tensors_hooks_in_force: Callable[[bool], tuple[Any, Any] | None] = (
@@ -96,6 +102,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_zero_",
     "function_modes",
+    "functorch",
     "global_forward_hooks",
     "global_forward_pre_hooks",
     "group_timeout",
@@ -110,6 +117,7 @@ __all__ = [
     "make_wrapper",
     "makes_one_graph",
     "num_views",
+    "outside_of_transforms",
     "parameters_of_ddp",
     "pytree",
     "restarts_compilation",
@@ -225,14 +233,6 @@ def backward_pass() -> int:
 def is_in_backward() -> bool:
     """Return whether this thread is running a backward pass."""
     return backward_pass() != -1
-
-
-def is_transformed() -> bool:
-    """Return whether a transform of ``torch.func``, or ``torch.vmap``, runs what is called now.
-
-    ``torch.autograd.backward`` asks the same, to refuse it.
-    """
-    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def comes_to(node: Any) -> bool:

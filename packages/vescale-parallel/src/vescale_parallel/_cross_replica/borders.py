@@ -319,6 +319,13 @@ def packed_as(found: RowCoupling, dims: RowDims) -> RowCoupling:
     return replace(found, given=told, apart=apart)
 
 
+TRANSFORMED = (
+    "rows of the batch depend on each other in code that transforms a function by torch.vmap or "
+    "torch.func, which cannot be done to tensors of all ranks: differentiate by "
+    "torch.autograd.grad, transform what is of one row each, or use data_parallel.size 1"
+)
+
+
 def unclear_rows(found: RowCoupling, length: int, other: RowCoupling, other_length: int) -> str:
     return (
         "it cannot be told which dim of a call's tensors the rows of the batch are: if the one of "

@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 from vescale_dtensor import DTensor
 from vescale_parallel._model.code import writes_to_first
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
-from vescale_parallel._torch_private import current_function_mode, pytree
+from vescale_parallel._torch_private import current_function_mode, is_transformed, pytree
 
-from .borders import NOWHERE, RowCoupling, Rows
+from .borders import NOWHERE, TRANSFORMED, RowCoupling, Rows
 from .kept import settle_attributes
 from .row_converter import RowConverter, bounds_error, is_of_a_part, padded, refuse_offsets
 from .writes import Parted, loses_gradient, loss_of_gradient, without_graph
@@ -300,6 +300,14 @@ class _WithRows(TorchFunctionMode):
         args, named = tuple(args), dict(kwargs or {})
         if self.is_paused:
             return func(*args, **named)
+        try:
+            return self._called(func, args, named)
+        except RuntimeError as error:
+            if not is_transformed():
+                raise
+            raise ValueError(TRANSFORMED) from error
+
+    def _called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         tensors = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, Tensor)]
         if self.parted.has_lost(tensors) and not writes_to_first(func):
             raise ValueError(loss_of_gradient(func))

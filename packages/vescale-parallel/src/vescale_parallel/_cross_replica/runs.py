@@ -21,7 +21,7 @@ from vescale_parallel._model.copies import (
 )
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._model.structures import open_objects
-from vescale_parallel._torch_private import pytree
+from vescale_parallel._torch_private import is_transformed, pytree
 from vescale_parallel._trace.generators import untouched_generators
 from vescale_parallel._verify.modes.side_effects import SideEffects, watched_side_effects
 from vescale_parallel._verify.modes.without_chance import WithoutChance
@@ -271,6 +271,8 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
         at = f"{fqn}.{name}".lstrip(".")
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+            if is_transformed():  # of the code that transforms, and of nothing by itself
+                return None
             run.depth += 1
             if run.depth > 1:
                 return None
@@ -281,6 +283,8 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
             return given.args, given.kwargs
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
+            if is_transformed():
+                return None
             run.depth -= 1
             if run.depth:
                 return None

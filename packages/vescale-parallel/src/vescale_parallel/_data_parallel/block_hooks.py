@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._parameters.asked_in_backward import refusing_parameters
 from vescale_parallel._parameters.sharded_parameter import ShardedParameter
-from vescale_parallel._torch_private import backward_pass, is_in_backward, left_out, pytree
+from vescale_parallel._torch_private import (
+    backward_pass,
+    is_in_backward,
+    is_transformed,
+    left_out,
+    outside_of_transforms,
+    pytree,
+)
 
 _WHY = "parameters of the block are gathered and freed"
 
@@ -67,7 +74,8 @@ def on_block(
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
         given.append({id(x): (x, x.grad_fn) for x in leaves if isinstance(x, Tensor)})
-        before_forward()
+        with outside_of_transforms():
+            before_forward()
 
     def after(_: nn.Module, args: Any, output: Any) -> Any:
         if not given:  # a hook before this one has raised
@@ -75,6 +83,8 @@ def on_block(
         was_given = given.pop()
         if runs_again():
             return None
+        if is_transformed():  # backward comes to it by what nobody can tell here
+            return after_forward(has_backward=True)
         differentiable = [x for x in _differentiable_in(output) if not _is_as_given(x, was_given)]
         after_forward(has_backward=bool(differentiable))
         entered: set[tuple[int, int]] = set()

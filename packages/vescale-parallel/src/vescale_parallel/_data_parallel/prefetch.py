@@ -16,6 +16,11 @@ differentiated in another one, before that comes to any block. So from such a pa
 freed, until a pass without a graph has ended. Nor is anything started: what is not needed would be
 dropped, and what is under way be read before it is there.
 
+[Note: blocks in transforms] The same is true of a block that a transform of ``torch.func`` runs:
+what it computes is differentiated, there or in backward, by passes that come to no output of the
+block. So nothing is freed either, until the call's backward pass has ended, or the call that has
+none.
+
 Where they are not the same, ranks that come to the same groups by and by still exchange the same
 ones, so nothing is mixed up; where they do not, the order in which gathers are started tells; see
 [Note: mixed-up ranks].
@@ -31,7 +36,7 @@ from typing import Protocol
 
 import torch
 
-from vescale_parallel._torch_private import is_in_backward
+from vescale_parallel._torch_private import is_in_backward, is_transformed
 
 
 class Gatherable(Protocol):
@@ -66,6 +71,7 @@ class Prefetch:
         self._last: Gatherable | None = None
         # See [Note: passes with a graph]: whether there was one, and whether the last one was.
         self._holds, self._had_graph = False, False
+        self._is_transformed = False  # see [Note: blocks in transforms]
 
     @property
     def is_in_pass(self) -> bool:
@@ -102,6 +108,8 @@ class Prefetch:
     def need(self, group: Gatherable) -> None:
         """Have a group gathered. Every rank must call this."""
         self._look_for_graph()
+        if is_transformed() and not self._holds:
+            self._holds = self._is_transformed = True
         last, self._last = self._last, None
         if last is not None and last is not group and not self._holds:
             last.free()
@@ -144,6 +152,14 @@ class Prefetch:
             self._gathered.discard(group)
             self._last = group
 
+    def let_go_without_backward(self, root: Gatherable) -> None:
+        """Free the memory of what a forward pass without gradients has left gathered."""
+        self.let_go(root)
+        if self._is_transformed:
+            self._holds = self._is_transformed = False
+            for group in {root, *self.order_of(("forward", False))}:
+                self.let_go(group)
+
     def let_go_of_kept(self) -> None:
         """Free what stays gathered."""
         kept, self._kept = self._kept, set()
@@ -154,7 +170,7 @@ class Prefetch:
 
     def holds_all(self) -> bool:
         """End a backward pass: whether what it gathered stays; see [Note: passes with a graph]."""
-        self._holds = self._holds and self._had_graph
+        self._holds, self._is_transformed = self._holds and self._had_graph, False
         return self._holds
 
     def _look_for_graph(self) -> None:

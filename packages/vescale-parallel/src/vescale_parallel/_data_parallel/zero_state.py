@@ -168,7 +168,7 @@ class ZeroState:
         self.writes.keep(*self._gathered_first)
         self.stale_graphs.note()
         if self._frees and not torch.is_grad_enabled():
-            self._gathers.let_go(self._root)
+            self._gathers.let_go_without_backward(self._root)
             if sys.exception() is None:  # else other ranks may come to no comparison
                 self._end.compare_gathers()
 

@@ -20,7 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
 from vescale_parallel._model.user_line import warn_at_user_line
-from vescale_parallel._torch_private import FakeTensor, current_function_mode
+from vescale_parallel._torch_private import (
+    FakeTensor,
+    current_function_mode,
+    functorch,
+    outside_of_transforms,
+)
 
 from . import kernels
 from .inputs_of_means import InputsOfMeans
@@ -108,7 +113,7 @@ class TokenMeans(TorchFunctionMode):
     ) -> Tensor:
         """Compute what no mode saw."""
         is_mean = reduction == _MEAN_REDUCTION and not target.is_floating_point()
-        if not is_mean or isinstance(target, DTensor):
+        if not is_mean or isinstance(target, DTensor) or is_mapped(target):
             return kernel(given, target, weight, reduction, ignore_index, *more)
         if isinstance(target, FakeTensor):
             raise ValueError(
@@ -122,7 +127,8 @@ class TokenMeans(TorchFunctionMode):
         )
 
     def _mean(self, counted: Tensor, local: Tensor) -> Tensor:
-        whole = self._denominator(len(self.means), counted)
+        with outside_of_transforms():
+            whole = self._denominator(len(self.means), counted)
         self._wholes.append(whole)
         # A sum of nothing over a count of zero is nan here exactly when it is on one device.
         mean = local * self._num_parts / whole.to(local.dtype)
@@ -215,7 +221,18 @@ def token_mean_of(
     if func not in _COUNTED:
         return None
     mean = TokenMean(*args, **kwargs)
-    return None if mean.reduction != "mean" or mean.target.is_floating_point() else mean
+    if mean.reduction != "mean" or mean.target.is_floating_point() or is_mapped(mean.target):
+        return None
+    return mean
+
+
+def is_mapped(target: Tensor) -> bool:
+    """Whether ``torch.vmap`` gives a loss the targets of one row: then it is that row's alone."""
+    while functorch.is_functorch_wrapped_tensor(target):
+        if functorch.is_batchedtensor(target):
+            return True
+        target = functorch.get_unwrapped(target)
+    return False
 
 
 class TokenMean:
@@ -249,10 +266,19 @@ class TokenMean:
 
     def counted(self) -> Tensor:
         """Return the number, or summed weight, of the targets that count."""
-        kept = self.target != self.ignore_index
-        if self.weight is None:
-            return kept.sum().to(torch.float64)
-        return self.weight.detach()[self.target[kept]].sum(dtype=torch.float64)
+        with outside_of_transforms():
+            target = _unwrapped(self.target)
+            kept = target != self.ignore_index
+            if self.weight is None:
+                return kept.sum().to(torch.float64)
+            return _unwrapped(self.weight).detach()[target[kept]].sum(dtype=torch.float64)
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """Return what transforms of ``torch.func`` have wrapped, which have mapped none of it."""
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor
 
 
 class AverageOverRanks(torch.autograd.Function):

@@ -30,7 +30,7 @@ from vescale_parallel._model.kept_outside import filled_error
 from vescale_parallel._model.structures import open_objects
 from vescale_parallel._parameters.compute_dtypes import compute_dtypes
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
-from vescale_parallel._torch_private import is_in_backward, pytree
+from vescale_parallel._torch_private import is_in_backward, is_transformed, pytree
 from vescale_parallel._verify.rank_dry_run import take_first_part
 
 from .cuts.forms import form_of
@@ -117,6 +117,12 @@ class StagedModule(nn.Module):
         open_objects((args, kwargs))
         if role.calls is None:
             return self._call_outside(role, run, args, kwargs)
+        if is_transformed():
+            raise ValueError(
+                f"{role.fqn!r} was called within torch.vmap or a transform of torch.func, which "
+                "nothing that stages of a pipeline send can be part of: transform functions "
+                "within blocks, or use pipeline_parallel.size 1"
+            )
         index = run.blocks_called
         if index not in role.calls:
             again, skipped = ", a second call" * (min(role.calls) < index), ""

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vescale_parallel._torch_private import outside_of_transforms
+
 
 @dataclass(frozen=True)
 class States:
@@ -45,10 +47,11 @@ def states_of_generators() -> States:
 
 def generator_state() -> tuple[bytes, ...]:
     """Return the states of torch's generators, of the CPU and of this CUDA device."""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available():
-        states.append(torch.cuda.get_rng_state())
-    return tuple(state.numpy().tobytes() for state in states)
+    with outside_of_transforms():  # whose tensors have no bytes
+        states = [torch.get_rng_state()]
+        if torch.cuda.is_available():
+            states.append(torch.cuda.get_rng_state())
+        return tuple(state.numpy().tobytes() for state in states)
 
 
 def set_generators(states: States) -> None:
