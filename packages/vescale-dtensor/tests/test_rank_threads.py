@@ -266,6 +266,22 @@ def test_what_one_rank_raises_ends_all_and_is_raised() -> None:
     assert sorted(ended) == [0, 1]  # the last one had not begun
 
 
+def sum_within_jvp() -> Tensor:
+    _join()
+
+    def function(x: Tensor) -> Tensor:
+        dist.barrier()
+        return x.square()
+
+    ones = torch.ones(2)
+    return torch.func.jvp(function, (ones,), (ones,))[1]
+
+
+def test_ranks_that_would_take_turns_within_a_forward_derivative_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="waits for barrier over all ranks within a jvp"):
+        run_ranks(sum_within_jvp, 2)
+
+
 def test_a_wait_with_a_timeout_ends_when_no_rank_can_go_on() -> None:
     def wait_in_vain() -> str:
         if _join() == 1:

@@ -188,3 +188,11 @@ __all__ = [
     "share_storage",
     "skip_frame",
 ]
+
+
+def forward_derivative_level() -> int:
+    """Return the level of forward-mode differentiation that is open, -1 for none.
+
+    It is one for all threads of a process; without it ranks that are threads would mix up theirs.
+    """
+    return torch.autograd.forward_ad._current_level  # pyright: ignore[reportPrivateUsage]

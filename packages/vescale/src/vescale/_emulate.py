@@ -42,6 +42,7 @@ def emulate(
 
     Raises:
         vescale_dtensor.DeadlockError: If no rank can go on, with where each of them waits.
+        NotImplementedError: If a rank waits for others within a jvp or dual_level.
         ValueError: If the process has a world of several ranks already.
         Exception: What a rank raised, with its traceback. The other ranks are ended.
 

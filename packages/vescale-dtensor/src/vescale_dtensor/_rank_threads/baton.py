@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vescale_dtensor._torch_private import forward_derivative_level
+
 from .places import place_in_program
 
 # A rank that asks again and again, while all others wait for it, is given up after that long.
@@ -112,6 +114,12 @@ class Baton:
         if ready():
             return True
         me = self._this_rank(waits_for)
+        if forward_derivative_level() >= 0:
+            raise NotImplementedError(
+                f"emulated rank {me.index} waits for {waits_for} within a jvp or dual_level, of "
+                "which a process has one at a time, and the ranks here would mix up theirs: "
+                "start this program with torchrun"
+            )
         me.ready, me.waits_for, me.timeout = ready, waits_for, timeout
         me.has_timed_out = False
         self._pass_on(me)

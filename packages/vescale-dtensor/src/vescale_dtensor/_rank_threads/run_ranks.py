@@ -44,6 +44,7 @@ def run_ranks(
 
     Raises:
         DeadlockError: If no rank can go on, with where each of them waits.
+        NotImplementedError: If a rank waits for others within a jvp or dual_level.
         ValueError: If the process has a world of several ranks already.
     """
     _check(world_size, rank)
