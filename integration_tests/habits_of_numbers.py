@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -87,6 +88,11 @@ def lists(block: Block, hidden_BSF: Tensor) -> Tensor:
 
 def converts(block: Block, hidden_BSF: Tensor) -> Tensor:
     block.norm_of_hidden = float(hidden_BSF.detach().numpy().max())
+    return hidden_BSF
+
+
+def converts_weights(block: Block, hidden_BSF: Tensor) -> Tensor:
+    block.norm_of_hidden = float(np.abs(block.up.weight.detach().numpy()).max())
     return hidden_BSF
 
 

@@ -49,6 +49,12 @@ def test_branches_are_those_of_the_global_batch(world2: World, stage: int) -> No
     right(world2, functools.partial(habits.trained, habits.branches), {DP: 2, ZERO: stage})
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_numbers_are_read_of_gathered_weights_by_numpy(world2: World, stage: int) -> None:
+    # NumPy keeps the memory of what it reads: torch resizes it no more.
+    right(world2, functools.partial(habits.trained, habits.converts_weights), {DP: 2, ZERO: stage})
+
+
 def start(look: Look, constraints: Constraints) -> None:
     model, _ = habits.started(look, constraints)
     model(**habits.batch_of(0))

@@ -288,5 +288,10 @@ def allocate(tensor: Tensor) -> None:
 
 
 def release(tensor: Tensor) -> None:
-    """Give back the memory of a tensor; views of it stay valid once it has memory again."""
-    tensor.untyped_storage().resize_(0)
+    """Give back the memory of a tensor; views of it stay valid once it has memory again.
+
+    Unless NumPy was given it, which may read it as long as it likes.
+    """
+    storage = tensor.untyped_storage()
+    if storage.resizable():
+        storage.resize_(0)
