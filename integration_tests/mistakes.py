@@ -164,6 +164,17 @@ def scripted() -> None:
     parallel(PLAN, module)
 
 
+def plan_of_scripted_block() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it deprecated
+        scripted = torch.jit.script(nn.Linear(8, 8))  # pyright: ignore[reportPrivateImportUsage]: public
+    vescale.generate_plan(nn.Sequential(scripted, nn.Linear(8, 8)), {}, world_size=2)
+
+
+def plan_of_compiled() -> None:
+    vescale.generate_plan(torch.compile(Net()), {}, world_size=2)  # pyright: ignore[reportArgumentType]: a module
+
+
 def on_meta() -> None:
     parallel(PLAN, Net().to("meta"))
 

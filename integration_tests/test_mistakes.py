@@ -54,6 +54,8 @@ TABLE = [
     row(m.compiled, "OptimizedModule", "torch.compile(vescale.parallelize(plan, model))"),
     row(m.data_parallel_module, "DataParallel", "give parallelize the plain module (.module)"),
     row(m.scripted, "ScriptModule", "the module that it was scripted from"),
+    row(m.plan_of_scripted_block, "'0' is a ScriptModule", "the module that it was scripted from"),
+    row(m.plan_of_compiled, "OptimizedModule", "torch.compile(vescale.parallelize(plan, model))"),
     row(m.on_meta, "'embed.weight' is on the meta device", "vescale.deferred_init(Net"),
     row(m.parallelized_twice, "Net is parallelized already", "the plain module"),
     row(m.sharded_by_torch, "is a FSDPModule", "fully_shard", "the plain module", ranks=2),

@@ -89,7 +89,7 @@ from ._plan.plan import (
     constraint_keys as constraint_keys,
 )
 from ._plan.recomputation import recompute_by_block as recompute_by_block
-from ._plan.supported import check_supported as check_supported
+from ._plan.supported import check_supported as check_supported, refuse_wrapped as refuse_wrapped
 from ._rng.planned_context import planned_context as planned_context
 from ._runtime.compiled.blocks import (
     CompiledBlock as CompiledBlock,

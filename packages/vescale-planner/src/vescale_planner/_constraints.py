@@ -18,6 +18,7 @@ from vescale_parallel import (
     check_supported,
     propose_in_chunks,
     refuse_shared_memory,
+    refuse_wrapped,
     with_constraints,
 )
 
@@ -66,6 +67,7 @@ def check(constraints: Mapping[str, Any], model: nn.Module) -> None:
     Raises:
         ValueError: Naming the constraint, its value, and what to do.
     """
+    refuse_wrapped(model)
     refuse_shared_memory(model)
     _check_pipeline(constraints)
     others = {k: v for k, v in constraints.items() if not k.startswith("pipeline_parallel.")}

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._model.blocks import is_called
 from vescale_parallel._model.copies import deep_copied
 from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble, random_copy
@@ -67,13 +68,13 @@ def _candidates(model: nn.Module, layers: Collection[str] = ()) -> Iterator[List
     for fqn, container in model.named_modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict):
             continue
-        is_called = type(container).forward is not nn.Module.forward
-        names = _alike(container, beside_others=is_called)
+        has_forward = is_called(container)
+        names = _alike(container, beside_others=has_forward)
         if len(names) < 2:
             continue
         parent, _, name = fqn.rpartition(".")
         candidate = (
-            ListedExperts(fqn, "", names) if is_called else ListedExperts(parent, name, names)
+            ListedExperts(fqn, "", names) if has_forward else ListedExperts(parent, name, names)
         )
         module, owner = model.get_submodule(candidate.fqn), model.get_submodule(parent)
         is_given_rows = candidate.fqn_of(0) not in layers and _has_to_be_given_rows(module)
@@ -160,8 +161,8 @@ def _smaller(
 def _owner(model: nn.Module, experts: ListedExperts) -> nn.Module | None:
     """Return the module that calls what has the list, with more than rows; None if none can."""
     parent = model.get_submodule(experts.fqn.rpartition(".")[0])
-    is_called = experts.fqn and type(parent).forward is not nn.Module.forward
-    return parent if is_called and _numel(parent) <= _MOST_NUMEL else None
+    has_forward = experts.fqn and is_called(parent)
+    return parent if has_forward and _numel(parent) <= _MOST_NUMEL else None
 
 
 def _is_tied(model: nn.Module, experts: ListedExperts) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -160,4 +161,4 @@ def _called(model: nn.Module, fqn: str) -> list[str]:
 
 def is_called(module: nn.Module) -> bool:
     """Whether a module has a forward; lists and dicts of modules or parameters have none."""
-    return type(module).forward is not nn.Module.forward
+    return inspect.getattr_static(module, "forward") is not nn.Module.forward

@@ -1,12 +1,25 @@
-"""What a plan may ask for and this version has no code for."""
+"""What this version has no code for: in a plan, and in a model under any plan."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 from torch.compiler import list_backends
 
 from .operators import checked_overloads
 from .plan import ParallelPlan
+
+# What other libraries make of a module, by the name of its class, and what to do instead.
+_WRAPPED = {
+    "OptimizedModule": (
+        "is what torch.compile made of a module; parallelize the module (._orig_mod), then "
+        "compile it: model = torch.compile(vescale.parallelize(plan, model))"
+    ),
+    "DataParallel": "runs threads over GPUs; give parallelize the plain module (.module)",
+    "FullyShardedDataParallel": "shards already; give parallelize the plain module instead",
+    "FSDPModule": "is sharded by fully_shard already; give parallelize the plain module instead",
+    "DeepSpeedEngine": "is DeepSpeed's engine; give parallelize the plain module (.module)",
+}
 
 
 def check_supported(plan: ParallelPlan, model: nn.Module) -> None:
@@ -59,3 +72,22 @@ def _check_compile(plan: ParallelPlan) -> None:
             f"expected compile_backend to be one of {sorted(backends)}, which torch.compile "
             f"knows here, got {plan.compile_backend!r}"
         )
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise if a model is, or has, a module that is none as it was written, which no plan runs.
+
+    Raises:
+        ValueError: Naming it, and what to give instead.
+    """
+    for fqn, module in model.named_modules():
+        which = f"{fqn!r}" if fqn else "the model"
+        # By name, as the libraries need not be imported.
+        wrapped = [base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPED]
+        if wrapped:
+            raise ValueError(f"{which} is a {wrapped[0]}, which {_WRAPPED[wrapped[0]]}")
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{which} is a ScriptModule, whose parts cannot be changed; "
+                "give parallelize the module that it was scripted from"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.optim import Optimizer
@@ -12,6 +11,7 @@ from torch.optim import Optimizer
 from vescale_dtensor import DTensor
 from vescale_parallel._parameters.shared_memory import refuse_shared_memory
 from vescale_parallel._plan.plan import ParallelPlan
+from vescale_parallel._plan.supported import refuse_wrapped
 
 from .module import ParallelModule
 from .optimizer.kinds import declared_block
@@ -79,35 +79,12 @@ def _check_kind_of_model(model: object) -> None:
     raise TypeError(f"expected model to be an nn.Module, got {type(model).__name__}; {advice}")
 
 
-# What other libraries make of a module, by the name of its class, and what to do instead.
-_WRAPPED = {
-    "OptimizedModule": (
-        "is what torch.compile made of a module; parallelize the module (._orig_mod), then "
-        "compile it: model = torch.compile(vescale.parallelize(plan, model))"
-    ),
-    "DataParallel": "runs threads over GPUs; give parallelize the plain module (.module)",
-    "FullyShardedDataParallel": "shards already; give parallelize the plain module instead",
-    "FSDPModule": "is sharded by fully_shard already; give parallelize the plain module instead",
-    "DeepSpeedEngine": "is DeepSpeed's engine; give parallelize the plain module (.module)",
-}
-
-
 def _check_model(model: nn.Module) -> None:
     if isinstance(model, ParallelModule):
         raise ValueError(
             f"{type(model).__name__} is parallelized already; give parallelize the plain module"
         )
-    for fqn, module in model.named_modules():
-        which = f"{fqn!r}" if fqn else "the model"
-        # By name, as the libraries need not be imported.
-        wrapped = [base.__name__ for base in type(module).__mro__ if base.__name__ in _WRAPPED]
-        if wrapped:
-            raise ValueError(f"{which} is a {wrapped[0]}, which {_WRAPPED[wrapped[0]]}")
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{which} is a ScriptModule, whose parts cannot be changed; "
-                "give parallelize the module that it was scripted from"
-            )
+    refuse_wrapped(model)
     _check_parameters(model)
     refuse_shared_memory(model)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from vescale_parallel._model.blocks import numel_of, pipeline_blocks
+from vescale_parallel._model.blocks import is_called, numel_of, pipeline_blocks
 from vescale_parallel._plan.plan import ParallelPlan
 
 _KEY = "pipeline_parallel.block_calls"
@@ -34,7 +34,7 @@ def called_blocks(plan: ParallelPlan, model: nn.Module) -> tuple[str, ...]:
     for fqn in said:
         if fqn not in known:
             raise ValueError(f"{_KEY}: {fqn!r} is no module of {type(model).__name__}")
-        if type(known[fqn]).forward is nn.Module.forward or not numel_of(known[fqn]):
+        if not is_called(known[fqn]) or not numel_of(known[fqn]):
             raise ValueError(
                 f"{_KEY}: expected modules with parameters and a forward of their own, got "
                 f"{fqn!r}, a {type(known[fqn]).__name__}"
