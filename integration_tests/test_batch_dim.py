@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import register_dataclass  # noqa: PLC2701 (no public name)
 
 import vescale
+from vescale_parallel import parallelize
 from vescale_testing import World
 
 from .plans import DP, PARTS, PP, Constraints, make_plan
@@ -145,3 +146,63 @@ def test_rows_are_found_in_what_torch_opens(world2: World, program: Callable[[Ru
 def test_a_batch_that_torch_does_not_open_is_refused(world2: World, plan: Constraints) -> None:
     message = r"got a Closed, in which torch does not look"
     check(world2, TypeError, message, both, of_a_class, plan)
+
+
+class Tagger(nn.Module):
+    """Returns a loss of words of sentences, (sentences x words), or of those of one, (words)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.lstm = nn.Embedding(20, 6), nn.LSTM(6, 8, batch_first=True)
+        self.head = nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, words: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(words))
+        return self.head(states).logsumexp(-1).mean()
+
+
+class Users(nn.Module):
+    """Rows depend on each other whatever their order: a norm, and a contrast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(20, 6), nn.BatchNorm1d(6)
+        self.double()
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        found = self.norm(self.embedding(users))
+        return F.cross_entropy(found @ self.embedding(items).T, torch.arange(len(users)))
+
+
+def tagged(one_dim: bool) -> Tensor:
+    model: Any = parallelize(make_plan({DP: 2}), Tagger())
+    words = torch.arange(10).view(2, 5)[vescale.data_parallel_rank(model)]
+    model(words if one_dim else words[None]).backward()
+    return whole(model.embedding.weight.grad)
+
+
+def test_positions_of_one_sequence_are_no_rows() -> None:
+    """Ranks' sentences would be one, of all their words; with a dim of rows they are not."""
+    with pytest.raises(ValueError, match="rows of a batch or the positions of one sequence"):
+        vescale.emulate(tagged, 2, args=(True,))
+    alone = Tagger()
+    alone(torch.arange(10).view(2, 5)).backward()
+    for found in vescale.emulate(tagged, 2, args=(False,)):
+        torch.testing.assert_close(found, alone.embedding.weight.grad)
+
+
+def contrasted() -> Tensor:
+    model: Any = parallelize(make_plan({DP: 2}), Users())
+    part = slice(*(4 * vescale.data_parallel_rank(model) + end for end in (0, 4)))
+    model(torch.arange(8)[part], torch.arange(8, 16)[part]).backward()
+    return whole(model.embedding.weight.grad)
+
+
+def test_one_number_a_row_is_rows_where_their_order_does_not_matter() -> None:
+    alone = Users()
+    alone(torch.arange(8), torch.arange(8, 16)).backward()
+    for found in vescale.emulate(contrasted, 2):
+        torch.testing.assert_close(found, alone.embedding.weight.grad)

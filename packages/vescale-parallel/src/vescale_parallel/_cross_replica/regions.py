@@ -33,7 +33,14 @@ from vescale_parallel._torch_private import current_function_mode, is_transforme
 
 from .borders import NOWHERE, TRANSFORMED, RowCoupling, Rows
 from .kept import settle_attributes
-from .row_converter import RowConverter, bounds_error, is_of_a_part, padded, refuse_offsets
+from .row_converter import (
+    EMBEDDINGS,
+    RowConverter,
+    bounds_error,
+    given_to_embedding,
+    is_of_a_part,
+    padded,
+)
 from .writes import Parted, loses_gradient, loss_of_gradient, without_graph
 
 
@@ -326,10 +333,8 @@ class _WithRows(TorchFunctionMode):
                 args, named = pytree.tree_map_only(Tensor, without_graph, (args, named))
             if func == _SET_DATA and not self._converter.is_inside(args[0]):
                 return func(args[0], args[1].full_tensor())
-            if func is nn.functional.embedding_bag:
-                refuse_offsets(*args, **named)
-            if named.get("max_norm") is not None and func in _EMBEDDINGS:
-                named["max_norm"] = _limit_norms(args[0], args[1], **named)
+            if func in EMBEDDINGS:
+                named = given_to_embedding(func, args, named)
             if any(is_of_a_part(x) for x in tensors if not self._converter.is_inside(x)):
                 raise ValueError(_OF_A_PART)
             name = getattr(func, "__name__", "")
@@ -382,18 +387,6 @@ def _as_array(func: Any, tensor: DTensor, *args: Any, **named: Any) -> Any:
     array = of_whole(tensor.full_tensor(), *args, **named)
     array.flags.writeable = False
     return array
-
-
-_EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
-
-
-def _limit_norms(
-    indices: Tensor, weight: Tensor, *, max_norm: float, norm_type: float, **_: Any
-) -> None:
-    """Write to an embedding's weight itself, which its function would be given a copy of."""
-    all_indices = indices.full_tensor() if isinstance(indices, DTensor) else indices
-    with torch.no_grad():
-        torch.embedding_renorm_(weight.detach(), all_indices.contiguous(), max_norm, norm_type)
 
 
 def _settle_buffers(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
@@ -185,6 +185,10 @@ def dense(part: Tensor) -> Tensor:
     return part.contiguous()
 
 
+# Functions that look up rows of a weight, of which they may limit the norms.
+EMBEDDINGS = (nn.functional.embedding, nn.functional.embedding_bag)
+
+
 class ScaledGradient(torch.autograd.Function):
     """The same tensor, whose gradient is multiplied by a number.
 
@@ -234,16 +238,25 @@ def is_of_a_part(x: Tensor) -> bool:
     return False
 
 
-def refuse_offsets(
-    indices: Tensor, weight: Tensor, offsets: Tensor | None = None, *args: Any, **named: Any
-) -> None:
-    """Refuse offsets of bags that ranks have each of their own, with others behind them.
+def given_to_embedding(func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords that one of ``EMBEDDINGS`` is called with beside distributed tensors.
+
+    Norms are limited of the weight itself, which the function would be given a copy of.
 
     Raises:
-        ValueError: If they are.
+        ValueError: If bags have offsets that ranks have each of their own, with others behind.
     """
+    indices, weight, *rest = args
+    offsets = rest[0] if rest else named.get("offsets")
     if isinstance(offsets, DTensor) and any(map(is_sharded, offsets.placements)):
         raise ValueError(bounds_error("", "offsets of all ranks, one behind the other, are none"))
+    if named.get("max_norm") is None:
+        return named
+    every = indices.full_tensor() if isinstance(indices, DTensor) else indices
+    with torch.no_grad():
+        norms = named["max_norm"], named["norm_type"]
+        torch.embedding_renorm_(weight.detach(), every.contiguous(), *norms)
+    return {**named, "max_norm": None}
 
 
 def bounds_error(fqn: str, reason: str) -> str:

@@ -15,7 +15,7 @@ from vescale_parallel._cross_replica.borders import (
     with_regions_of,
 )
 from vescale_parallel._cross_replica.check import CannotRunError
-from vescale_parallel._cross_replica.dims.bounds import leaves_of_bounds
+from vescale_parallel._cross_replica.dims.bounds import RowsByBounds, leaves_of_bounds
 from vescale_parallel._cross_replica.dims.find_packed import rows_of_media, texts_of
 from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
 from vescale_parallel._cross_replica.dims.packed_rows import (
@@ -43,13 +43,15 @@ from vescale_parallel._verify.threads import in_fresh_thread
 
 from .graphs import coupling_of_call
 from .num_rows import check_more_rows, chosen_num_rows, is_first_dim, row_counts_to_try
+from .one_sequence import depends_on_order, has_one_dim
 from .seen import Seen
-from .small_batches import holds_rows, some_rows
+from .small_batches import holds_rows, some_rows, within
 from .trial import Trial
 
 # Of texts with images, which cannot be made shorter: attention of all heads in float64 takes
 # half a GB for each layer.
 _MOST_TOKENS = 700
+NONE = frozenset[str]()
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ class RowSearch:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
             found = replace(found, fails=not is_wrong or isinstance(error, NotFewerRowsError))
         unusual = unusual_dims(*self.given, is_known=self.known_rows is not None)
-        return Seen(form, found, why, is_wrong, values_of_rows(*self.given), unusual, packed)
+        is_sequence = bool(found.regions) and self._is_one_sequence()
+        values = values_of_rows(*self.given)
+        return Seen(form, found, why, is_wrong, values, unusual, packed, is_sequence)
 
     def _of_dims(self, others: Iterable[RowDims]) -> dict[RowDims, RowCoupling]:
         found: dict[RowDims, RowCoupling] = {}
@@ -115,8 +119,15 @@ class RowSearch:
             if not is_of_bounds and any(not each.regions for each in found.values()):
                 break
             with contextlib.suppress(RowCheckError, NoNumbersError, PackedRowsError):
-                found[dims] = self._of_uneven(packed_as(self._check_rows(dims), dims), dims)
+                seen = self._of_uneven(packed_as(self._check_rows(dims), dims), dims)
+                found[dims] = seen if self._has_longer(dims) else replace(seen, of_elements=NONE)
         return found
+
+    def _has_longer(self, dims: RowDims) -> bool:
+        """Whether some row has more than one element, by bounds; else other integers fit, too."""
+        leaves = pytree.tree_leaves(self.given)
+        bounded = [(index, rows) for index, rows in dims if isinstance(rows, RowsByBounds)]
+        return any(len(leaves[index]) != rows.num_rows(leaves) for index, rows in bounded)
 
     def _of_uneven(self, found: RowCoupling, dims: RowDims) -> RowCoupling:
         """Return what was found with what rows show that have not as many packed as others."""
@@ -127,6 +138,15 @@ class RowSearch:
             return found
         of_elements = frozenset({""} if leaves_of_bounds(dims) else ())
         return replace(found, regions={"": why}, of_elements=of_elements)
+
+    def _is_one_sequence(self) -> bool:
+        """Whether rows may be positions of one sequence; see one_sequence.py."""
+        if self.known_rows is not None or not has_one_dim(self.given):
+            return False
+        num_rows = likely_row_counts(*self.given)[0]
+        (subject, is_scaled_down) = self.subject()
+        whole = some_rows(self.given, num_rows, uneven=False)[0]
+        return depends_on_order(subject, within(subject, whole) if is_scaled_down else whole)
 
     def _check(self, in_groups: bool) -> RowCoupling:
         return coupling_of_call(

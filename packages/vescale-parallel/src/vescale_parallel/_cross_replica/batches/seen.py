@@ -24,6 +24,7 @@ class Seen:
         values: Of tensors taken for rows, see :func:`.row_counts.values_of_rows`.
         unusual: Where rows may be, too, by shapes.
         packed: How many elements they have of packed tensors, by tokens.
+        is_sequence: Whether rows may be the positions of one sequence; see one_sequence.py.
     """
 
     form: str
@@ -33,6 +34,7 @@ class Seen:
     values: frozenset[ValuesOfRows]
     unusual: tuple[RowDims, ...]
     packed: tuple[tuple[int, RowsByTokens], ...] = ()
+    is_sequence: bool = False
 
 
 def unusual_dims_of(ranks: Sequence[Seen], known: RowCoupling | None) -> tuple[RowDims, ...]:
@@ -87,9 +89,9 @@ def _is_told(dims: RowDims, known: RowCoupling | None, found: RowCoupling) -> bo
     """
     if known is None or not leaves_of_bounds(dims):
         return False
-    # Labels in order may be taken for owners.
-    kinds = {rows.kind for _, rows in dims if isinstance(rows, RowsByBounds)} - {"owners"}
-    return known.fails or bool(kinds and found.of_elements)
+    # Labels in order may be taken for owners, or for where rows of anything longer begin.
+    kinds = {rows.kind for _, rows in dims if isinstance(rows, RowsByBounds)}
+    return known.fails or bool(kinds - {"owners", "starts"} and found.of_elements)
 
 
 def two_batches(found: RowCoupling, other: RowCoupling, dims: RowDims) -> str:
