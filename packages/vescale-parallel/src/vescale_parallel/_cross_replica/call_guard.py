@@ -22,10 +22,16 @@ from vescale_parallel._verify.calls.flags import ChangedFlags
 from vescale_parallel._verify.equivalence import MAX_NUMEL
 from vescale_parallel._verify.scaled_down_model import scaled_down
 
-from .batches.one_sequence import ONE_SEQUENCE
 from .batches.packed_calls import PackedCalls
 from .batches.search import RowSearch
-from .batches.seen import Seen, doubtful_leaves, less_dependent, two_batches, unusual_dims_of
+from .batches.seen import (
+    Seen,
+    doubtful_leaves,
+    less_dependent,
+    refusal,
+    two_batches,
+    unusual_dims_of,
+)
 from .batches.small_batches import with_any_ids
 from .borders import NOWHERE, RowCoupling, joined
 from .check import CannotRunError
@@ -208,11 +214,8 @@ class RowGuard:
             return found
         if any(each.why and not each.is_wrong for each in ranks):
             ranks = self._exchange(in_groups(seen))
-        refusals = [each.why for each in ranks if each.is_wrong]
-        if any(each.is_sequence for each in ranks):
-            refusals.append(ONE_SEQUENCE)
-        if refusals:
-            raise ValueError(refusals[0])
+        if (why := refusal(ranks)) is not None:
+            raise ValueError(why)
         doubts = [each.why for each in ranks if each.why]
         if doubts:
             self._doubt(key, doubts[0])

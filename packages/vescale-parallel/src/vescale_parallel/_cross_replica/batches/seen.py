@@ -11,6 +11,8 @@ from vescale_parallel._cross_replica.dims.bounds import RowsByBounds, leaves_of_
 from vescale_parallel._cross_replica.dims.row_counts import RowDims, ValuesOfRows, is_of_list
 from vescale_parallel._cross_replica.dims.rows_by_tokens import RowsByTokens, common_rows
 
+from .one_sequence import ONE_SEQUENCE
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -92,6 +94,13 @@ def _is_told(dims: RowDims, known: RowCoupling | None, found: RowCoupling) -> bo
     # Labels in order may be taken for owners, or for where rows of anything longer begin.
     kinds = {rows.kind for _, rows in dims if isinstance(rows, RowsByBounds)}
     return known.fails or bool(kinds - {"owners", "starts"} and found.of_elements)
+
+
+def refusal(ranks: Sequence[Seen]) -> str | None:
+    """Return why a call is refused, if it is."""
+    wrong = [each.why for each in ranks if each.is_wrong]
+    wrong += [ONE_SEQUENCE for each in ranks if each.is_sequence]
+    return next(iter(wrong), None)
 
 
 def two_batches(found: RowCoupling, other: RowCoupling, dims: RowDims) -> str:
