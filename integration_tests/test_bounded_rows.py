@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.data import DataLoader
 
 import vescale
 from vescale_parallel import parallelize
@@ -184,3 +186,36 @@ def test_nested_tensors_are_cut_in_rows(plan: str) -> None:
     batch = rows, torch.arange(ROWS) % 4
     for found in vescale.emulate(nested, size_of(plan), args=(plan, batch)):
         torch.testing.assert_close(found, nested("", batch), rtol=1e-13, atol=1e-15)
+
+
+def shuffled(plan: str) -> dict[str, Tensor]:
+    """Return the parameters after two epochs of a loader whose collate_fn makes bags."""
+    model: Any = build("words")
+    loader: Any = DataLoader(
+        rows_of(0, 40),  # pyright: ignore[reportArgumentType]: a list is a data set
+        batch_size=ROWS,
+        shuffle=True,
+        collate_fn=functools.partial(batch_of, "words"),
+        generator=torch.Generator().manual_seed(0),
+    )
+    optimizer = SGD(model.parameters(), lr=0.1)
+    if plan:
+        model, optimizer, loader = vescale.parallelize(
+            make_plan(PLANS[plan]),
+            model,
+            lambda model: SGD(model.parameters(), lr=0.1),
+            dataset=loader,
+        )
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(*batch).backward()
+            optimizer.step()
+    return {fqn: whole(p).detach().clone() for fqn, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", ["dp", "accumulated", "dp, pp"])
+def test_loaders_make_bags_of_the_rows_of_each_rank(plan: str) -> None:
+    ranks = vescale.emulate(shuffled, size_of(plan), args=(plan,))
+    held = {fqn: value for rank in ranks for fqn, value in rank.items()}
+    torch.testing.assert_close(held, shuffled(""), rtol=1e-12, atol=1e-14)
