@@ -15,8 +15,9 @@ from torch import Tensor
 
 from vescale_parallel._torch_private import pytree
 
-_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select"}
+_BY_VALUES = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount"}
 _INDEXED = {"__getitem__", "index_select"}
+_JOINED = {"cat", "concat", "concatenate", "hstack", "vstack", "dstack"}
 # After these, Python may make indices, and numbers of them, of what it has read.
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__index__", "__float__"}
 _MASKS = (torch.bool, torch.uint8)
@@ -33,28 +34,48 @@ class IndexedLengths:
     def note(self, name: str, args: Sequence[Any], tensors: Sequence[Tensor], result: Any) -> None:
         """Note what a function returned for arguments, and for the tensors among all it got."""
         self._has_read |= name in _READS
-        is_known = not any(id(x) in self._by_values for x in tensors)
-        is_known &= bool(tensors) or not self._has_read
-        if name in _BY_VALUES or (name == "where" and len(tensors) == 1):
-            is_known = False
         if name in _INDEXED:
-            is_known &= all(map(_is_index, args[1:]))
+            is_known = self._is_known(args[0]) and self._says_length(args[1:])
             if is_known and isinstance(result, Tensor) and result.grad_fn is not None:
                 self._by_shape.add(result.grad_fn)
-        if not is_known:
-            for made in pytree.tree_leaves(result):
-                if isinstance(made, Tensor) and made.dim():
-                    self._by_values[id(made)] = made
+        elif name in _BY_VALUES or (name == "where" and len(tensors) == 1):
+            is_known = False
+        elif name == "repeat_interleave":
+            is_known = len(tensors) == 1 and len(args) > 1 and self._is_known(tensors[0])
+        else:
+            is_known = self._is_kept(name, tensors, result)
+        for made in () if is_known else pytree.tree_leaves(result):
+            if isinstance(made, Tensor) and made.dim():
+                self._by_values[id(made)] = made
 
     def is_by_shape(self, node: Any) -> bool:
         """Whether a node of autograd is of indexing whose result is as long as shapes say."""
         return node in self._by_shape
 
+    def _is_known(self, tensor: Any) -> bool:
+        return id(tensor) not in self._by_values
+
+    def _is_kept(self, name: str, tensors: Sequence[Tensor], result: Any) -> bool:
+        """Whether what a function returned is as long as what it was given, which shapes say."""
+        if all(map(self._is_known, tensors)):
+            return bool(tensors) or not self._has_read
+        # What values say was as long, then, or one for all.
+        whole = [x.shape for x in tensors if self._is_known(x) and x.numel() > 1]
+        return name not in _JOINED and isinstance(result, Tensor) and result.shape in whole
+
+    def _says_length(self, index: Sequence[Any]) -> bool:
+        """Whether an index picks as many elements as shapes say: then one tensor in it does."""
+        parts = index[0] if len(index) == 1 and isinstance(index[0], tuple) else index
+        if not all(map(_is_index, parts)):
+            return False
+        chosen = [x for x in parts if isinstance(x, Tensor)]
+        known = [x for x in chosen if self._is_known(x)]
+        longest = max((x.numel() for x in chosen), default=1)
+        return len(known) == len(chosen) or any(1 < x.numel() == longest for x in known)
+
 
 def _is_index(value: Any) -> bool:
-    """Whether an index picks no elements by their values; Python may have made a list by these."""
-    if isinstance(value, tuple):
-        return all(map(_is_index, value))
+    """Whether a part of an index picks no elements by their values; Python may make lists so."""
     if isinstance(value, Tensor):
         return value.dtype not in _MASKS
     return value is None or isinstance(value, int | slice | EllipsisType)
