@@ -34,16 +34,16 @@ SIZES: dict[str, Any] = {
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2ForSequenceClassification
 
-    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
-    drops = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    sizes: dict[str, Any] = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
+    drops: dict[str, Any] = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
     return GPT2ForSequenceClassification(GPT2Config(**SIZES, **sizes, **drops))
 
 
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
     return LlamaForSequenceClassification(LlamaConfig(**SIZES, **sizes, **heads))
 
 
