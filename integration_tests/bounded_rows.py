@@ -135,6 +135,21 @@ class Segments(Words):
         return self.loss(self.between(x), labels)
 
 
+class Spoken(Blocks):
+    """Frames of all rows, and what was said in them, one row's letters behind another's."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(5, WIDTH))
+        self.head = nn.Linear(WIDTH, TABLES[0] + 1)
+
+    def forward(
+        self, frames: Tensor, letters: Tensor, num_frames: Tensor, num_letters: Tensor
+    ) -> Tensor:
+        scores = self.head(self.between(self.embedding(frames))).log_softmax(-1)
+        scores = scores.transpose(0, 1)  # (frames, rows, letters)
+        return F.ctc_loss(scores, letters, num_frames, num_letters)
+
+
 class Recommender(nn.Module):
     """Bags of several tables beside features, and products of all pairs of what they make."""
 
@@ -248,6 +263,12 @@ def _texts(rows: Sequence[Row]) -> tuple[Any, ...]:
     return joined(rows), labels, positions, edges_of(rows).int(), longest
 
 
+def _speech(rows: Sequence[Row]) -> tuple[Any, ...]:
+    frames = [row.features.outer(torch.arange(12).double().sin()).T for row in rows]
+    num_frames = torch.tensor([12 - row.label for row in rows])
+    return torch.stack(frames), joined(rows) + 1, num_frames, lengths_of(rows)
+
+
 def _points(rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     table = torch.rand(WORDS, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = table[joined(rows)]
@@ -270,6 +291,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
         ),
     ),
     "segments": (Segments, lambda rows: (joined(rows), lengths_of(rows), labels_of(rows))),
+    "speech": (Spoken, _speech),
     "recommender": (Recommender, _tables),
     "stacked": (Recommender, lambda rows: _tables(rows, stacked=True)),
     "texts": (Texts, _texts),

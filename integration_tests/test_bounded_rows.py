@@ -103,7 +103,7 @@ def same(ranks: Sequence[Found], expected: Found) -> None:
     *("words-dp-*", "weighted-accumulated-usual", "segments-dp, accumulated-usual"),
     *("recommender-dp-one each", "stacked-dp, accumulated-alike", "texts-pp-usual"),
     *("texts-zero3-alike", "points-dp, pp-usual", "owned-accumulated-usual"),
-    *("both ends-pp-none", "dropped-dp, accumulated-usual"),
+    *("both ends-pp-none", "dropped-dp, accumulated-usual", "speech-accumulated-usual"),
 )
 @pytest.mark.parametrize(
     ("name", "plan", "numbers"), TRAINED, ids=["-".join(each) for each in TRAINED]
