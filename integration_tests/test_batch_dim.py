@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import register_dataclass  # noqa: PLC2701 (no public name)
+from torch.utils.data import DataLoader, TensorDataset
 
 import vescale
 from vescale_parallel import parallelize
@@ -192,6 +193,30 @@ def test_positions_of_one_sequence_are_no_rows() -> None:
     alone(torch.arange(10).view(2, 5)).backward()
     for found in vescale.emulate(tagged, 2, args=(False,)):
         torch.testing.assert_close(found, alone.embedding.weight.grad)
+
+
+class Rolled(Users):
+    """The next row's item is what a user did not take: their order matters."""
+
+    def forward(self, users: Tensor, items: Tensor) -> Tensor:
+        liked = self.embedding(items)
+        apart = self.embedding(users) * (liked - liked.roll(1, 0))
+        return -F.logsigmoid(apart.sum(-1)).mean()
+
+
+def rolled(plan: Constraints | None) -> Tensor:
+    model: Any = Rolled()
+    loader: Any = DataLoader(TensorDataset(torch.arange(8), torch.arange(8, 16)), batch_size=8)
+    if plan is not None:
+        model, loader = parallelize(make_plan(plan), model, dataset=loader)
+    for users, items in loader:
+        model(users, items).backward()
+    return whole(model.embedding.weight.grad)
+
+
+def test_rows_of_a_loader_are_rows_in_any_order() -> None:
+    for found in vescale.emulate(rolled, 2, args=({DP: 2},)):
+        torch.testing.assert_close(found, rolled(None))
 
 
 def contrasted() -> Tensor:

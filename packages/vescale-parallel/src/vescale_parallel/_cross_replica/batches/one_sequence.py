@@ -22,8 +22,9 @@ from vescale_parallel._torch_private import pytree
 ONE_SEQUENCE = (
     "it cannot be told whether the only dim of what the model is called with is the rows of a "
     "batch or the positions of one sequence: what it returns depends on their order, and "
-    "data-parallel ranks would run those of all of them as one. Give it a dim of rows, "
-    "(1, positions) for one sequence, or use data_parallel.size 1"
+    "data-parallel ranks would run those of all of them as one. Give one sequence a dim of rows, "
+    "(1, positions); for rows give parallelize the data set, whose batches have rows first; or "
+    "use data_parallel.size 1"
 )
 
 
