@@ -127,7 +127,7 @@ class TokenMeans(TorchFunctionMode):
         )
 
     def _mean(self, counted: Tensor, local: Tensor) -> Tensor:
-        with outside_of_transforms():
+        with _outside():
             whole = self._denominator(len(self.means), counted)
         self._wholes.append(whole)
         # A sum of nothing over a count of zero is nan here exactly when it is on one device.
@@ -228,7 +228,7 @@ def token_mean_of(
 
 def is_mapped(target: Tensor) -> bool:
     """Whether ``torch.vmap`` gives a loss the targets of one row: then it is that row's alone."""
-    while functorch.is_functorch_wrapped_tensor(target):
+    while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(target):
         if functorch.is_batchedtensor(target):
             return True
         target = functorch.get_unwrapped(target)
@@ -266,7 +266,7 @@ class TokenMean:
 
     def counted(self) -> Tensor:
         """Return the number, or summed weight, of the targets that count."""
-        with outside_of_transforms():
+        with _outside():
             target = _unwrapped(self.target)
             kept = target != self.ignore_index
             if self.weight is None:
@@ -276,9 +276,14 @@ class TokenMean:
 
 def _unwrapped(tensor: Tensor) -> Tensor:
     """Return what transforms of ``torch.func`` have wrapped, which have mapped none of it."""
-    while functorch.is_functorch_wrapped_tensor(tensor):
+    while not torch.compiler.is_compiling() and functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
+
+
+def _outside() -> contextlib.AbstractContextManager[None]:
+    """Compute as if nothing was transformed; what is compiled knows of no transform."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else outside_of_transforms()
 
 
 class AverageOverRanks(torch.autograd.Function):
