@@ -83,6 +83,16 @@ def made_of_list(made: Tensor, x: Tensor) -> Tensor:
     return made[torch.tensor(rows)].square().mean()
 
 
+def boxes(made: Tensor, x: Tensor) -> Tensor:
+    """Of rows that numbers say, of which other ranks may have more."""
+    rows = (x[:, 0] * len(x)).long()
+    return made[rows, 2].square().mean()
+
+
+def boxes_behind(made: Tensor, x: Tensor) -> Tensor:
+    return made[:, 2][..., (x[:, 0] * len(x)).long()].square().mean()
+
+
 def repeated(made: Tensor, x: Tensor) -> Tensor:
     rows = torch.arange(len(x)).repeat_interleave((x[:, 0] > 0.5).long())
     return made[rows].square().mean()
@@ -120,7 +130,7 @@ def test_a_mean_over_what_shapes_say_is_one_over_rows(
     "loss",
     [
         *(masked, nonzero, where, ordered, listed, booleans, made_of_list),
-        *(repeated, joined, counted, array),
+        *(boxes, boxes_behind, repeated, joined, counted, array),
     ],
 )
 def test_a_mean_over_what_values_say_is_none(loss: Callable[[Tensor, Tensor], Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Which results of indexing are as long as shapes say, and not as there are elements of a value.
 
 A mean over ``x[mask]`` divides by a number that other rows have otherwise; one over ``x[:, i, j]``
-of a table of pairs, or over ``x[torch.arange(len(x)), last]``, does not.
+of a table of pairs, or over ``x[torch.arange(len(x)), last]``, does not. Rows that are picked by
+numbers of the call, ``x[row]`` for the row of each box, may be more on some ranks than on others.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ class IndexedLengths:
     def __init__(self) -> None:
         self._by_values: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
         self._by_shape = set[Any]()
+        self._made: dict[int, Tensor] = {}  # of nothing, as torch.arange does
         self._has_read = False
 
     def note(self, name: str, args: Sequence[Any], tensors: Sequence[Tensor], result: Any) -> None:
         """Note what a function returned for arguments, and for the tensors among all it got."""
         self._has_read |= name in _READS
         if name in _INDEXED:
-            is_known = self._is_known(args[0]) and self._says_length(args[1:])
+            is_known = self._is_known(args[0]) and self._says_length(args[0].dim(), args[1:])
             if is_known and isinstance(result, Tensor) and result.grad_fn is not None:
                 self._by_shape.add(result.grad_fn)
         elif name in _BY_VALUES or (name == "where" and len(tensors) == 1):
@@ -44,6 +46,8 @@ class IndexedLengths:
             is_known = len(tensors) == 1 and len(args) > 1 and self._is_known(tensors[0])
         else:
             is_known = self._is_kept(name, tensors, result)
+            if not tensors and isinstance(result, Tensor):
+                self._made[id(result)] = result
         for made in () if is_known else pytree.tree_leaves(result):
             if isinstance(made, Tensor) and made.dim():
                 self._by_values[id(made)] = made
@@ -63,15 +67,26 @@ class IndexedLengths:
         whole = [x.shape for x in tensors if self._is_known(x) and x.numel() > 1]
         return name not in _JOINED and isinstance(result, Tensor) and result.shape in whole
 
-    def _says_length(self, index: Sequence[Any]) -> bool:
+    def _says_length(self, num_dims: int, index: Sequence[Any]) -> bool:
         """Whether an index picks as many elements as shapes say: then one tensor in it does."""
-        parts = index[0] if len(index) == 1 and isinstance(index[0], tuple) else index
-        if not all(map(_is_index, parts)):
+        if len(index) == 2:  # of index_select
+            parts: Sequence[Any] = [*[slice(None)] * (index[0] % num_dims), index[1]]
+        else:
+            parts = index[0] if isinstance(index[0], tuple) else index
+        if not all(map(_is_index, parts)) or not self._keeps_rows(num_dims, parts):
             return False
         chosen = [x for x in parts if isinstance(x, Tensor)]
         known = [x for x in chosen if self._is_known(x)]
         longest = max((x.numel() for x in chosen), default=1)
         return len(known) == len(chosen) or any(1 < x.numel() == longest for x in known)
+
+    def _keeps_rows(self, num_dims: int, parts: Sequence[Any]) -> bool:
+        """Whether the first dim, which may be rows, is indexed by nothing that a call says."""
+        parts = [x for x in parts if x is not None]
+        if len(parts) > num_dims and isinstance(parts[0], EllipsisType):
+            parts = parts[1:]
+        first = parts[0] if parts else None
+        return not isinstance(first, Tensor) or id(first) in self._made
 
 
 def _is_index(value: Any) -> bool:
