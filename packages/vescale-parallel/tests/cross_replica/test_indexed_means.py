@@ -112,6 +112,24 @@ def array(made: Tensor, x: Tensor) -> Tensor:
     return made[(x[:, 0] > 0.5).numpy().nonzero()[0]].square().mean()
 
 
+class Looked(nn.Module):
+    """Looks up rows of a parameter, as an embedding does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table[(x[:, 0] * 9).long()].square().mean()
+
+
+def test_rows_of_a_parameter_are_as_many_as_numbers() -> None:
+    torch.manual_seed(0)
+    model, x = Looked().double(), torch.rand(8, 5, dtype=torch.float64)
+    found, _ = RowGuard(model, lambda mine: [mine]).coupling(model, (x,), {})
+    assert not found.regions
+
+
 def regions(loss: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
     torch.manual_seed(0)
     model, x = Indexed(loss).double(), torch.rand(8, 5, dtype=torch.float64)

@@ -12,7 +12,7 @@ from types import EllipsisType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vescale_parallel._torch_private import pytree
 
@@ -37,7 +37,7 @@ class IndexedLengths:
         """Note what a function returned for arguments, and for the tensors among all it got."""
         self._has_read |= name in _READS
         if name in _INDEXED:
-            is_known = self._is_known(args[0]) and self._says_length(args[0].dim(), args[1:])
+            is_known = self._is_known(args[0]) and self._says_length(args[0], args[1:])
             if is_known and isinstance(result, Tensor) and result.grad_fn is not None:
                 self._by_shape.add(result.grad_fn)
         elif name in _BY_VALUES or (name == "where" and len(tensors) == 1):
@@ -67,13 +67,16 @@ class IndexedLengths:
         whole = [x.shape for x in tensors if self._is_known(x) and x.numel() > 1]
         return name not in _JOINED and isinstance(result, Tensor) and result.shape in whole
 
-    def _says_length(self, num_dims: int, index: Sequence[Any]) -> bool:
+    def _says_length(self, indexed: Tensor, index: Sequence[Any]) -> bool:
         """Whether an index picks as many elements as shapes say: then one tensor in it does."""
+        num_dims = indexed.dim()
         if len(index) == 2:  # of index_select
             parts: Sequence[Any] = [*[slice(None)] * (index[0] % num_dims), index[1]]
         else:
             parts = index[0] if isinstance(index[0], tuple) else index
-        if not all(map(_is_index, parts)) or not self._keeps_rows(num_dims, parts):
+        # A parameter has no rows.
+        keeps_rows = isinstance(indexed, nn.Parameter) or self._keeps_rows(num_dims, parts)
+        if not all(map(_is_index, parts)) or not keeps_rows:
             return False
         chosen = [x for x in parts if isinstance(x, Tensor)]
         known = [x for x in chosen if self._is_known(x)]
