@@ -93,6 +93,14 @@ def boxes_behind(made: Tensor, x: Tensor) -> Tensor:
     return made[:, 2][..., (x[:, 0] * len(x)).long()].square().mean()
 
 
+def boxes_by_name(made: Tensor, x: Tensor) -> Tensor:
+    return made.index_select(dim=0, index=(x[:, 0] * len(x)).long()).square().mean()
+
+
+def boxes_half_by_name(made: Tensor, x: Tensor) -> Tensor:
+    return made.index_select(0, index=(x[:, 0] * len(x)).long()).square().mean()
+
+
 def repeated(made: Tensor, x: Tensor) -> Tensor:
     rows = torch.arange(len(x)).repeat_interleave((x[:, 0] > 0.5).long())
     return made[rows].square().mean()
@@ -148,7 +156,16 @@ def test_a_mean_over_what_shapes_say_is_one_over_rows(
     "loss",
     [
         *(masked, nonzero, where, ordered, listed, booleans, made_of_list),
-        *(boxes, boxes_behind, repeated, joined, counted, array),
+        *(
+            boxes,
+            boxes_behind,
+            boxes_by_name,
+            boxes_half_by_name,
+            repeated,
+            joined,
+            counted,
+            array,
+        ),
     ],
 )
 def test_a_mean_over_what_values_say_is_none(loss: Callable[[Tensor, Tensor], Tensor]) -> None:

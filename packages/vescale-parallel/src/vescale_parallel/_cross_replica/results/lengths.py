@@ -37,7 +37,10 @@ class IndexedLengths:
         """Note what a function returned for arguments, and for the tensors among all it got."""
         self._has_read |= name in _READS
         if name in _INDEXED:
-            is_known = self._is_known(args[0]) and self._says_length(args[0], args[1:])
+            # Keywords of index_select are not looked at.
+            is_told = len(args) == (3 if name == "index_select" else 2)
+            is_known = is_told and self._is_known(args[0])
+            is_known = is_known and self._says_length(args[0], args[1:])
             if is_known and isinstance(result, Tensor) and result.grad_fn is not None:
                 self._by_shape.add(result.grad_fn)
         elif name in _BY_VALUES or (name == "where" and len(tensors) == 1):
