@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from vescale_parallel._model.structures import flattened
+from vescale_parallel._model.structures import flattened, leaves_of
 from vescale_parallel._torch_private import pytree
 
 
@@ -79,3 +80,29 @@ def test_namespaces_have_what_they_have_when_they_are_met() -> None:
 def test_other_objects_stay_as_they_are(shut: Any) -> None:
     leaves, _ = flattened([shut])
     assert leaves == [shut]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        torch.ones(2),
+        (),
+        [(), {}, None],
+        ([torch.ones(2), {"a": (1, "b")}], {"c": None, "d": [True, 2.5]}),
+        Pair(torch.ones(1), [torch.ones(2), Pair(1, 2)]),
+        {"ordered": OrderedDict(b=torch.ones(1), a=2), "queue": deque([torch.ones(1), 3])},
+        [torch.nn.Parameter(torch.ones(1)), defaultdict(list, x=[1, 2]), torch.Size([1, 2])],
+        {"deep": [[[[torch.ones(1)]]]], "object": object()},
+    ],
+    ids=lambda tree: type(tree).__name__,
+)
+def test_leaves_are_those_of_pytree(tree: Any) -> None:
+    found, expected = leaves_of(tree), pytree.tree_leaves(tree)
+    assert len(found) == len(expected)
+    assert all(one is other for one, other in zip(found, expected, strict=True))

@@ -27,7 +27,7 @@ from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.inputs import refuse_shut_output
 from vescale_parallel._model.kept_outside import filled_error
-from vescale_parallel._model.structures import open_objects
+from vescale_parallel._model.structures import leaves_of, open_objects
 from vescale_parallel._parameters.compute_dtypes import compute_dtypes
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import is_in_backward, is_transformed, pytree
@@ -134,9 +134,9 @@ class StagedModule(nn.Module):
                 f"but {role.fqn!r} was call number {index}{again}. {_HOW_TO_SAY_CALLS}{skipped}"
             )
         if index == run.end_block and not run.is_last:
-            raise StageDone(run.sent(role.fqn, pytree.tree_leaves((args, kwargs))))
+            raise StageDone(run.sent(role.fqn, leaves_of((args, kwargs))))
         if not run.first_block <= index < run.end_block:
-            run.values.block_called(index, pytree.tree_leaves((args, kwargs)))
+            run.values.block_called(index, leaves_of((args, kwargs)))
             run.blocks_called = run.values.blocks_called = index + 1
             return collected(self, args, _placeholder(role, run, args, kwargs))
         if index == run.first_block:
@@ -148,9 +148,9 @@ class StagedModule(nn.Module):
             Placeholder.usable = False
         run.blocks_called, role.has_run = index + 1, True
         _refuse_placeholders(role, args, kwargs)
-        call, before = super().__call__, {*map(id, pytree.tree_leaves((args, kwargs)))}
+        call, before = super().__call__, {*map(id, leaves_of((args, kwargs)))}
         output = run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
-        _refuse_filled(role.fqn, before, pytree.tree_leaves((args, kwargs)))
+        _refuse_filled(role.fqn, before, leaves_of((args, kwargs)))
         return output
 
     def _call_outside(
@@ -355,7 +355,7 @@ def _zeros(role: _Role, *args: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_placeholders(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    leaves = pytree.tree_leaves((args, dict(kwargs)))
+    leaves = leaves_of((args, dict(kwargs)))
     if any(isinstance(leaf, Placeholder) for leaf in leaves):
         raise ValueError(
             f"{role.fqn!r} is called with a tensor that depends on parameters of another stage "

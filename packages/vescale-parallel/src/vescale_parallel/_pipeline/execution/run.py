@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 
 from vescale_dtensor import own_list, profiler_range
 from vescale_parallel._model.copies import writable
+from vescale_parallel._model.structures import leaves_of
 from vescale_parallel._pipeline.schedules import Action
 from vescale_parallel._pipeline.schedules.messages import (
     Await,
@@ -24,7 +25,6 @@ from vescale_parallel._pipeline.schedules.messages import (
     Retire,
     Send,
 )
-from vescale_parallel._torch_private import pytree
 
 from .links import Bundle, Links
 from .offload import ActivationsOnHost
@@ -266,7 +266,7 @@ def waiting_passes(operations: Sequence[Operation]) -> frozenset[tuple[int, int]
 
 def signature_of(microbatch: tuple[Any, Any]) -> object:
     """Return what the shape and dtype of activations can depend on, the same on all stages."""
-    tensors = [leaf for leaf in pytree.tree_leaves(microbatch) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves_of(microbatch) if isinstance(leaf, Tensor)]
     autocast = [
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         for kind in ("cpu", "cuda")
