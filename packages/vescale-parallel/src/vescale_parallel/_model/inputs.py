@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from vescale_parallel._torch_private import pytree
 
-from .copies import tensors_within
+from .copies import own_containers, tensors_within
 
 _ROWS, _LENGTH, _MOST_ROWS = 2, 16, 64
 
@@ -135,8 +135,11 @@ def refuse_shut_output(fqn: str, output: Any, needed_by: str) -> None:
 
 
 def bind(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that forward takes for a batch."""
-    signature = inspect.signature(model.forward)
+    """Return the arguments that forward takes for a batch.
+
+    In lists and dicts of their own: a forward may put what it computes into those it is given.
+    """
+    signature, batch = inspect.signature(model.forward), own_containers(batch)
     if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
         named = {str(name): value for name, value in batch.items()}
         if binds(signature, (), named):

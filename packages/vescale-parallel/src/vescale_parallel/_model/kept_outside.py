@@ -244,7 +244,8 @@ def filled_error(fqn: str) -> str:
     return (
         f"{fqn!r} puts tensors into a list or a dict that it is given, which no other stage of a "
         "pipeline has: what comes behind its stage would not find them there. Have it return "
-        "them, or add them up from block to block as an argument, or use pipeline_parallel.size 1"
+        "them, or add them up from block to block as an argument, or name the blocks within it "
+        "in pipeline_parallel.block_calls if it has some, or use pipeline_parallel.size 1"
     )
 
 
