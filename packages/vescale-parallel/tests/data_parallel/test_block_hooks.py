@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_parallel._data_parallel.block_hooks import on_block
+from vescale_parallel._data_parallel.block_hooks import BlockHooks, PartsOfBlocks
 
 
 def refuse(module: nn.Module, args: Any) -> None:
@@ -17,7 +17,7 @@ def refuse(module: nn.Module, args: Any) -> None:
 
 def test_what_another_hook_raises_before_a_block_is_told_alone() -> None:
     block, runs = nn.Linear(2, 2), list[str]()
-    on_block(
+    BlockHooks(
         block,
         [],
         before_forward=lambda: runs.append("before"),
@@ -27,7 +27,8 @@ def test_what_another_hook_raises_before_a_block_is_told_alone() -> None:
         is_ready=lambda: True,
         num_backwards=lambda: 0,
         frees=True,
-    )
+        parts=PartsOfBlocks(),
+    ).install()
     handle = block.register_forward_pre_hook(refuse, prepend=True)
     with pytest.raises(ValueError, match="not here"):  # and no warning of what was raised besides
         block(torch.ones(1, 2))

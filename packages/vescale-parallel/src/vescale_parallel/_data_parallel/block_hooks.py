@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from vescale_parallel._model.copies import tensors_within
 from vescale_parallel._parameters.asked_in_backward import refusing_parameters
@@ -43,19 +44,63 @@ class AfterForward(Protocol):
     def __call__(self, *, has_backward: bool) -> None: ...
 
 
-def on_block(
-    module: nn.Module,
-    params: Sequence[ShardedParameter],
-    *,
-    before_forward: Callable[[], None],
-    runs_again: Callable[[], bool],
-    after_forward: AfterForward,
-    before_backward: Callable[[], None],
-    is_ready: Callable[[], bool],
-    num_backwards: Callable[[], int],
-    frees: bool,
-) -> None:
-    """Have functions called as forward and backward reach a block.
+class PartsOfBlocks:
+    """Parts of blocks that forward calls while their block does not run.
+
+    The embedding of a first block, of which a model's last layer asks for what it did there (DiT's
+    ``self.blocks[0].norm1.emb(timestep)``). Which ones are, the first calls show: a hook on every
+    module of every block would cost each call of it a microsecond for good.
+
+    Attributes:
+        running: The blocks that run now, outermost first.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[nn.Module] = []
+        self._blocks: list[BlockHooks] = []
+        self._seen = set[bool]()
+        self._handles: dict[nn.Module, RemovableHandle] = {}
+
+    def add(self, block: BlockHooks) -> None:
+        """Take the hooks of a block, which are told of calls of its parts."""
+        self._blocks.append(block)
+
+    def begin_forward(self) -> None:
+        """Watch the first call, with gradients and without."""
+        self.running.clear()  # of an interrupted call
+        if (mode := torch.is_grad_enabled()) in self._seen:
+            return
+        self._seen.add(mode)
+        for block in self._blocks:
+            if _is_compiled(block.module):  # it would be again, without the hooks
+                continue
+            own = {id(param.sharded) for param in block.params}
+            for part in [*block.module.modules()][1:]:
+                if any(id(parameter) in own for parameter in part.parameters()):
+                    self._watch(part, block)
+
+    def _watch(self, part: nn.Module, block: BlockHooks) -> None:
+        def before(part: nn.Module, args: Any, kwargs: Any) -> None:
+            if block.takes_part(part, args, kwargs):
+                self._handles.pop(part).remove()
+
+        handle = part.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        self._handles[part] = handle
+
+    def end_forward(self) -> None:
+        """Watch no longer."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+
+def _is_compiled(block: nn.Module) -> bool:
+    return block._compiled_call_impl is not None or "_vescale_is_compiled" in vars(block)
+
+
+@dataclass(eq=False)
+class BlockHooks:
+    """Has functions called as forward and backward reach a block.
 
     Args:
         module: The block.
@@ -68,52 +113,112 @@ def on_block(
         is_ready: Whether it still is.
         num_backwards: Tells backward passes apart.
         frees: Whether backward cannot come to the block without ``before_backward``.
+        parts: Which parts of it forward calls while it does not run; they are reached as it is.
     """
-    given: list[dict[int, tuple[Tensor, Any]]] = []  # of calls that run
 
-    def before(_: nn.Module, args: Any, kwargs: Any) -> None:
+    module: nn.Module
+    params: Sequence[ShardedParameter]
+    before_forward: Callable[[], None]
+    runs_again: Callable[[], bool]
+    after_forward: AfterForward
+    before_backward: Callable[[], None]
+    is_ready: Callable[[], bool]
+    num_backwards: Callable[[], int]
+    frees: bool
+    parts: PartsOfBlocks
+    # Of calls that run; None of a part within the block.
+    _given: list[dict[int, tuple[Tensor, Any]] | None] = field(default_factory=list[Any])
+
+    def install(self) -> None:
+        """Add the hooks to the block."""
+        _READY[self.module] = self._get_ready
+        self._install_on(self.module, self._before)
+        if self.frees:
+            self.module.register_forward_hook(left_out(_refuse_nothing, _WHY))
+        self.parts.add(self)
+
+    def takes_part(self, part: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Whether a call of a part is one without its block, to which hooks are added then.
+
+        Raises:
+            ValueError: If it is within another block, and this one is freed.
+        """
+        if self._given:
+            return False
+        self._install_on(part, self._before_part)
+        self._before_part(part, args, kwargs)
+        return True
+
+    def _install_on(self, on: nn.Module, before: Callable[[nn.Module, Any, Any], None]) -> None:
+        # A block that the user compiles is compiled with its hooks around it.
+        begin, end = left_out(before, _WHY), left_out(self._after, _WHY)
+        on.register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
+        # Also when forward raises: the model must not be left with freed parameters.
+        on.register_forward_hook(end, always_call=True)
+
+    def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         leaves = pytree.tree_leaves((args, kwargs))
-        given.append({id(x): (x, x.grad_fn) for x in leaves if isinstance(x, Tensor)})
+        self._given.append({id(x): (x, x.grad_fn) for x in leaves if isinstance(x, Tensor)})
         with outside_of_transforms():
-            before_forward()
+            self.before_forward()
+        self.parts.running.append(self.module)
 
-    def after(_: nn.Module, args: Any, output: Any) -> Any:
-        if not given:  # a hook before this one has raised
+    def _before_part(self, part: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._given:
+            self._given.append(None)
+            return
+        if self.frees and self.parts.running:
+            raise ValueError(_within_error(part, self.module, self.parts.running[-1]))
+        self._before(part, args, kwargs)
+
+    def _after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        if not self._given:  # a hook before this one has raised
             return None
-        was_given = given.pop()
-        if runs_again():
+        given = self._given.pop()
+        if given is None:
+            return None
+        if self.parts.running:
+            self.parts.running.pop()
+        if self.runs_again():
             return None
         if is_transformed():  # backward comes to it by what nobody can tell here
-            return after_forward(has_backward=True)
-        differentiable = [x for x in _differentiable_in(output) if not _is_as_given(x, was_given)]
-        after_forward(has_backward=bool(differentiable))
+            return self.after_forward(has_backward=True)
+        differentiable = [x for x in _differentiable_in(output) if not _is_as_given(x, given)]
+        self.after_forward(has_backward=bool(differentiable))
+        enter_backward = self._entering_backward()
+        for leaf in differentiable:
+            leaf.register_hook(enter_backward)
+        # A program's own backward may ask for gradients of what it computes there.
+        return refusing_parameters(output, self.params) if is_in_backward() else None
+
+    def _entering_backward(self) -> Callable[[Tensor], None]:
+        """Return what is called as backward comes to what one call has returned."""
         entered: set[tuple[int, int]] = set()
 
         def enter_backward(grad: Tensor) -> None:
-            now = num_backwards(), backward_pass()
+            now = self.num_backwards(), backward_pass()
             if now in entered:  # also by what the block hands on, of which others come first
                 return
             is_first = all(number != now[0] for number, _ in entered)
             entered.add(now)
-            if is_first or not is_ready():
-                before_backward()
+            if is_first or not self.is_ready():
+                self.before_backward()
 
-        for leaf in differentiable:
-            leaf.register_hook(enter_backward)
-        # A program's own backward may ask for gradients of what it computes there.
-        return refusing_parameters(output, params) if is_in_backward() else None
+        return enter_backward
 
-    def ready() -> None:
-        if is_in_backward() and not runs_again():
-            before_backward()
+    def _get_ready(self) -> None:
+        if is_in_backward() and not self.runs_again():
+            self.before_backward()
 
-    _READY[module] = ready
-    # A block that the user compiles is compiled with its hooks around it.
-    module.register_forward_pre_hook(left_out(before, _WHY), prepend=True, with_kwargs=True)
-    # Also when forward raises: the model must not be left with freed parameters.
-    module.register_forward_hook(left_out(after, _WHY), always_call=True)
-    if frees:
-        module.register_forward_hook(left_out(_refuse_nothing, _WHY))
+
+def _within_error(part: nn.Module, block: nn.Module, other: nn.Module) -> str:
+    name = next((f" {fqn!r}" for fqn, each in block.named_modules() if each is part), "")
+    return (
+        f"the part{name} ({type(part).__name__}) of a block ({type(block).__name__}) is called "
+        f"within another block ({type(other).__name__}), which backward comes to in the middle of "
+        "that one: data_parallel.zero_stage 3 would free the one for the other. Call it between "
+        "blocks, and hand over what it returns, or use data_parallel.zero_stage 2"
+    )
 
 
 def _refuse_nothing(module: nn.Module, args: Any, output: Any) -> None:

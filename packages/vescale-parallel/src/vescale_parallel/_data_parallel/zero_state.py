@@ -25,7 +25,7 @@ from vescale_parallel._parameters.sharded_parameter import ShardedParameter
 from vescale_parallel._parameters.stale_graphs import StaleGraphs
 from vescale_parallel._torch_private import as_written, call_after_backward, is_in_backward
 
-from .block_hooks import on_block
+from .block_hooks import BlockHooks, PartsOfBlocks
 from .end_of_pass import EndOfPass
 from .forward_writes import ForwardWrites
 from .gathered_once import GatheredOnce
@@ -72,30 +72,28 @@ class ZeroState:
         prefetch: int = 0,
         runs_again: bool = False,
     ) -> None:
-        self.params = params
-        self._root, self._param_groups = root, [param_group for _, param_group in blocks]
+        self.params, self._root = params, root
+        self._param_groups = [param_group for _, param_group in blocks]
         self._exchanges, self._reductions = root.exchanges, root.reductions
         self.while_backward: Callable[[], Any] = contextlib.nullcontext
         self.after_backward: Callable[[Tensor | None], None] = lambda factor: None
-        self._entered = contextlib.ExitStack()
         self._in_backward, self._num_backwards, self._num_reduced = False, 0, 0
-        self._open = OpenBlocks(self._leave_blocks)
+        self._entered, self._open = contextlib.ExitStack(), OpenBlocks(self._leave_blocks)
         self._reduces_early, self._frees = stage >= 2 and not sums_first, stage == 3
-        self._gathers = Prefetch(prefetch)
+        self._gathers, self._parts = Prefetch(prefetch), PartsOfBlocks()
         groups = (root, *self._param_groups)
         self.writes = ForwardWrites(groups, runs_again=runs_again)
         self._gathered_first = (root,) if self._frees else groups
         self._kept = GatheredOnce(mesh, groups, are_freed=self._frees)
         self.stale_graphs = StaleGraphs(params)
-        guarded = self._param_groups if self._frees or self._reduces_early else ()
-        within = {param for param_group in guarded for param in param_group.params}
+        within = {*self.params_of_blocks} if self._frees or self._reduces_early else set()
         self._unguarded = [param for param in params if param not in within]
         if within:
             # Otherwise all ranks exchange in one order, whatever they run.
             self._exchanges.with_gathers = self._frees
             self._exchanges.with_reductions = self._reduces_early
             for module, param_group in blocks:
-                on_block(
+                BlockHooks(
                     module,
                     param_group.params,
                     before_forward=partial(self._enter_forward_of, param_group),
@@ -105,7 +103,8 @@ class ZeroState:
                     is_ready=lambda group=param_group: not (self._frees and group.is_freed),
                     num_backwards=lambda: self._num_backwards,
                     frees=self._frees,
-                )
+                    parts=self._parts,
+                ).install()
         # Otherwise a block's gradients are reduced, and their memory freed, soon after.
         self._writes = not sums_first and not self._reduces_early
         # On every rank, whichever of its gradients come first.
@@ -149,6 +148,7 @@ class ZeroState:
 
     def begin_forward(self) -> None:
         """Show plain parameters, gathered but for blocks that are gathered as they run."""
+        self._parts.begin_forward()
         self._show_unsharded()
         self._gathers.let_go_of_kept()
         self._exchanges.begin_forward()
@@ -162,6 +162,7 @@ class ZeroState:
 
     def end_forward(self) -> None:
         """Show distributed parameters again."""
+        self._parts.end_forward()
         self._gathers.end()
         self._reductions.stream.settle()
         self._show_sharded()
@@ -336,11 +337,10 @@ class ZeroState:
             # Of a micro-batch: with which scale they are added is known when all have run.
             self._held_back = True
             return
-        if self._reduces_now:
-            reduce_together(param_groups)
-            self._reduced_early += param_groups
-        else:
-            self._unsynced.keep(param_groups)
+        if not self._reduces_now:
+            return self._unsynced.keep(param_groups)
+        reduce_together(param_groups)
+        self._reduced_early += param_groups
 
     def _left(self) -> list[ParamGroup]:
         """Return the groups that no reduction of this pass was of."""

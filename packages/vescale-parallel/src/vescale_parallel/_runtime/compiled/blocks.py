@@ -212,6 +212,7 @@ def compile_blocks(
         size = sum(1 for _ in block.modules())
         found[fqn] = _CompiledForward(fqn, block.forward, backend, is_coupled, boundary, size)
         block.forward = found[fqn]
+        object.__setattr__(block, "_vescale_is_compiled", True)
     object.__setattr__(model, "_vescale_compiled", found)
 
 
