@@ -11,9 +11,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from vescale_parallel._torch_private import pytree
-
 from .code import names_of_code
+from .structures import leaves_of
 
 # Their forwards keep nothing there.
 _OWN = ("vescale", "vescale_parallel", "vescale_dtensor")
@@ -21,6 +20,8 @@ _LIBRARIES = frozenset({"torch", "numpy", "transformers", *_OWN})
 _MOST_FUNCTIONS, _DEEPEST = 5000, 4
 # No subclasses: reading one may do anything.
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
+# What most names stand for: all are looked at behind every module of a run.
+_HOLD_NOTHING = frozenset((str, int, bool, float, type(None), FunctionType, MethodType, property))
 
 
 class KeptOutside:
@@ -223,11 +224,11 @@ def filled_by(model: nn.Module, fqns: Collection[str]) -> set[str]:
         given: list[set[int]] = []
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-            given.append({*map(id, pytree.tree_leaves((args, kwargs)))})
+            given.append({*map(id, leaves_of((args, kwargs)))})
 
         def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             known = given.pop()
-            leaves = (x for x in pytree.tree_leaves((args, kwargs)) if id(x) not in known)
+            leaves = (x for x in leaves_of((args, kwargs)) if id(x) not in known)
             if any(isinstance(x, Tensor) and x.grad_fn is not None for x in leaves):
                 found.add(fqn)
 
@@ -266,7 +267,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def _with_graphs(held: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves([*held] if isinstance(held, deque | set) else held)
+    if type(held) in _HOLD_NOTHING:
+        return []
+    leaves = leaves_of([*held] if isinstance(held, deque | set) else held)
     return [x for x in leaves if isinstance(x, Tensor) and x.grad_fn is not None]
 
 
