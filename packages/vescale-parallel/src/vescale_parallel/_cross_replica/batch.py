@@ -24,6 +24,7 @@ from vescale_parallel._torch_private import pytree
 
 from .added.summed_buffers import SummedBuffers
 from .batches.graphs import refused_parts
+from .batches.over_lists import BATCH_NORMS, over_lists, refused_lists
 from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
 from .dims.find_packed import given_whole, uncut_error
@@ -32,10 +33,6 @@ from .row_converter import bounds_error
 
 # Calls in which what has no rows is compared.
 _FIRST_CALLS, _EVERY = 4, 64
-
-
-# To which the order of rows does not matter.
-_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 
 
 class BatchRows:
@@ -117,6 +114,11 @@ class BatchRows:
         apart = self.coupling.apart
         if apart is not None and (in_parts_by or self._is_sliced(self.coupling)):
             self.coupling = apart
+        if self._regions is not None and not in_parts_by:
+            self.coupling, why = over_lists(self.coupling, model)
+            if why is not None and why not in self._said_kept:
+                self._said_kept.add(why)
+                warn_at_user_line(why)
         try:
             if in_parts_by:
                 _refuse_parts(self.coupling, in_parts_by)
@@ -180,7 +182,7 @@ class BatchRows:
         ordered = [
             name
             for name, module in model.named_modules()
-            if self.coupling.is_region(name) and not isinstance(module, _NORMS)
+            if self.coupling.is_region(name) and not isinstance(module, BATCH_NORMS)
         ]
         if ordered:
             raise ValueError(
@@ -323,6 +325,8 @@ def _refuse_parts(coupling: RowCoupling, in_parts_by: str) -> None:
     """
     if coupling.of_graphs:
         raise ValueError(refused_parts(in_parts_by))
+    if coupling.in_lists:
+        raise ValueError(refused_lists(in_parts_by))
     if coupling.written:
         raise ValueError(_refused_writes(coupling, in_parts_by))
     if coupling.rows_read and torch.is_grad_enabled():

@@ -18,6 +18,7 @@ from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
 from .dims.bounds import Bounds, Kind, num_rows_of_bounds
+from .dims.listed_rows import rows_in_lists
 from .dims.packed_rows import PackedRows, PackedRowsError, num_rows_of_packed
 from .dims.row_counts import RowDims, num_nodes_of, num_rows_of
 
@@ -114,6 +115,7 @@ class RowCoupling:
         of_graphs: Whether every rank has graphs of its own; see [Note: graphs of ranks].
         of_elements: Regions that are given elements of packed tensors whose rows have bounds, or
             these bounds: ranks would need as many.
+        in_lists: Whether lists have something for every row; see [Note: rows in lists].
     """
 
     regions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -131,11 +133,14 @@ class RowCoupling:
     fails: bool = False
     of_graphs: bool = False
     of_elements: frozenset[str] = frozenset()
+    in_lists: bool = False
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
         if self.of_graphs:
             return num_nodes_of((args, kwargs)) or 0
+        if self.in_lists:
+            return rows_in_lists(args, kwargs) or num_rows_of(args, kwargs)
         leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
         given = self.given if self.given is not None and len(self.given) == len(leaves) else ()
         if (of_packed := num_rows_of_packed(leaves, given)) is not None:
@@ -199,6 +204,7 @@ class RowCoupling:
             fails=self.fails,
             of_graphs=self.of_graphs,
             of_elements=frozenset(map(generalize, self.of_elements)),
+            in_lists=self.in_lists,
         )
 
     def is_written(self, fqn: str) -> bool:
@@ -278,6 +284,7 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         any(each.fails for each in found),
         any(each.of_graphs for each in found),
         frozenset[str]().union(*(each.of_elements for each in found)),
+        any(each.in_lists for each in found),
     )
 
 

@@ -35,6 +35,7 @@ from .batches.seen import (
 from .batches.small_batches import with_any_ids
 from .borders import NOWHERE, RowCoupling, joined
 from .check import CannotRunError
+from .dims.listed_rows import dims_of_lists, rows_in_lists
 from .dims.packed_rows import is_packed
 from .dims.row_counts import RowDims, is_of_list, other_dims
 from .runs import seeded
@@ -150,6 +151,9 @@ class RowGuard:
             losses_only=self._losses_only,
             skips_numbers=self._skips_numbers,
             filled=lambda: self._filled,
+            listed=dims_of_lists(*given)
+            if known_rows and known_rows == rows_in_lists(*given)
+            else (),
         )
 
     def key(
@@ -170,9 +174,7 @@ class RowGuard:
     ) -> RowCoupling:
         is_cut = torch.is_grad_enabled() or not self._in_one_piece
         self._skips_numbers = self._losses_only and is_cut
-        leaves = filter(has_dims, pytree.tree_leaves((args, kwargs)))
-        known_rows = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
-        search = self._search(model, args, kwargs, known_rows)
+        search = self._search(model, args, kwargs, self._known_rows(args, kwargs))
         seen = search.seen(key[0])
         elsewhere = functools.partial(self._with_other_dims, key, search)
 
@@ -220,6 +222,12 @@ class RowGuard:
         if doubts:
             self._doubt(key, doubts[0])
         return joined([each.found for each in ranks])
+
+    def _known_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+        """Return how many rows a call has, if that is known without running it."""
+        leaves = filter(has_dims, pytree.tree_leaves((args, kwargs)))
+        first = next((x.shape[0] for x in leaves if self.is_rows_first(x)), None)
+        return rows_in_lists(args, kwargs) or first
 
     def _may_be_alone(self) -> bool:
         """Whether other ranks may not call the model now, or call it in another form.

@@ -67,22 +67,25 @@ def row_coupling(
     num_rows: int = NUM_ROWS,
     losses_only: bool = False,
     bounds: GivenBounds = NO_BOUNDS,
+    in_lists: bool = False,
 ) -> RowCoupling:
     """Return where rows depend on each other in a call of a model.
 
     The model is on the CPU, with values in float64; ``whole`` has ``num_rows`` rows. With
     ``losses_only``, numbers that have no gradient do not matter. ``bounds`` are those of rows,
-    which the batches are given.
+    which the batches are given. With ``in_lists`` rows are elements of lists, of which a loss need
+    not be put together from known means; whether it is one is left to look at rows of other sizes.
 
     Raises:
         CannotRunError: If the model cannot be run.
         GradientsDifferError: If its gradients differ though its results do not.
     """
-    found = _found(model, whole, halves, Found(losses_only, num_rows, bounds))
+    about = Found(losses_only, num_rows, bounds, in_lists=in_lists)
+    found = _found(model, whole, halves, about)
     coupling = found.coupling(whole, halves)
     if not found.may_add:
         return coupling
-    again = Found(losses_only, num_rows, bounds, added=found.may_add)
+    again = Found(losses_only, num_rows, bounds, added=found.may_add, in_lists=in_lists)
     apart = _found(model, whole, halves, again)
     return replace(coupling, apart=apart.coupling(whole, halves))
 
@@ -164,7 +167,7 @@ def _examine_inside(
             for half, each in zip(halves, script, strict=True)
         ]
     except OtherCallsError as error:
-        return str(error)
+        return None if found.in_lists else str(error)  # which are other arguments for fewer rows
     examined: set[tuple[str, str]] = set()
     for index, (child, call) in enumerate(whole.calls):
         if any(index >= len(run.calls) for run in forced):
@@ -245,7 +248,7 @@ def _difference(
         if not isinstance(expected, Tensor):
             if not all(same_value(x, expected) for x in of_parts):
                 return "it returns a number that depends on how many rows there are"
-        elif not _averages(expected, of_parts, parts) and (
+        elif not _averages(expected, of_parts, parts, found) and (
             _is_loss(expected)
             or not all(
                 isinstance(x, Tensor) and is_part(x, expected, i, found.num_rows)
@@ -268,7 +271,8 @@ def _difference(
     for at in dependent(whole.left, of_parts, found.num_rows) if found.read else ():
         if absolute(fqn, at) in found.read and not (own and at[0]):
             return f"its attribute {at[1]!r}, which the next call reads, depends on all rows"
-    decision = other_decision(whole.effects, [run.effects for run in parts], own=own)
+    effects = [run.effects for run in parts]
+    decision = other_decision(whole.effects, effects, own=own, in_lists=found.in_lists)
     return decision or picks_rows(whole.picked, parts[0].picked, own=own)
 
 
@@ -284,9 +288,11 @@ def _description(output: Tensor, name: str) -> str:
     return f"rows of its result of shape {tuple(output.shape)} depend on other rows"
 
 
-def _averages(whole: Tensor, found: Sequence[Any], parts: Sequence[Run]) -> bool:
+def _averages(whole: Tensor, of_parts: Sequence[Any], parts: Sequence[Run], found: Found) -> bool:
     """Whether a loss of all rows is the mean over parts of theirs, whatever rows these have."""
-    if whole.dim() or not all(isinstance(x, Tensor) for x in found):
+    if whole.dim() or not all(isinstance(x, Tensor) for x in of_parts):
         return False
-    known = all(run.means.is_mean(x) for x, run in zip(found, parts, strict=True))
-    return known and equal(torch.stack([*found]).mean(), whole)
+    known = found.in_lists or all(
+        run.means.is_mean(x) for x, run in zip(of_parts, parts, strict=True)
+    )
+    return known and equal(torch.stack([*of_parts]).mean(), whole)

@@ -46,6 +46,7 @@ class Found:
         may_add: Buffers that were found to be such.
         fails: Whether some code does not run on fewer rows.
         of_elements: Modules that are given several elements of each row, or bounds of rows.
+        in_lists: Whether lists have something for every row; see [Note: rows in lists].
     """
 
     losses_only: bool
@@ -68,6 +69,7 @@ class Found:
     may_add: frozenset[str] = frozenset()
     fails: bool = False
     of_elements: set[str] = field(default_factory=set[str])
+    in_lists: bool = False
 
     def coupling(self, whole: Given, halves: Sequence[Given]) -> RowCoupling:
         """Return what was found, of a call with these rows and parts."""
@@ -83,6 +85,7 @@ class Found:
             rows_read=names_of(self.rows_read),
             fails=self.fails,
             of_elements=frozenset(self.of_elements & {*self.regions}),
+            in_lists=self.in_lists,
         )
 
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:

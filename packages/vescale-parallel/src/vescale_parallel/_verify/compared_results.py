@@ -170,17 +170,40 @@ def _other_effect(expected: SideEffects, found: SideEffects) -> str | None:
     return None if other is None else f"what it puts into {other.into!r} is of a rank's part"
 
 
-def other_decision(expected: SideEffects, runs: Iterable[SideEffects], *, own: bool) -> str | None:
+def other_decision(
+    expected: SideEffects, runs: Sequence[SideEffects], *, own: bool, in_lists: bool = False
+) -> str | None:
     """Return which branch asks for a number that differs between runs, if any does.
 
-    Of the code of the module itself, if ``own``, not of those that it calls.
+    Of the code of the module itself, if ``own``, not of those that it calls. With ``in_lists`` a
+    line may ask for the number of one row after the other.
     """
+    row_by_row = _lines_of_rows(expected, runs) if in_lists else set[tuple[str, int]]()
     for found in runs:
         for (_, whole), (read, x) in zip(_numbers(expected), _numbers(found), strict=False):
             decides = isinstance(read.value, bool) and not (own and read.fqn)
-            if decides and not _same_numbers(x, whole):
+            if decides and read.line not in row_by_row and not _same_numbers(x, whole):
                 return f"{read} decides by a number that depends on all rows"
     return None
+
+
+def _lines_of_rows(expected: SideEffects, runs: Sequence[SideEffects]) -> set[tuple[str, int]]:
+    """Return the lines that read of all rows what they read of parts, one after the other."""
+    of_all, of_parts = _by_line([expected]), _by_line(runs)
+    return {
+        line
+        for line, whole in of_all.items()
+        if len(whole) == len(of_parts.get(line, ()))
+        and all(map(_same_numbers, of_parts[line], whole))
+    }
+
+
+def _by_line(runs: Iterable[SideEffects]) -> dict[tuple[str, int], list[Tensor]]:
+    lines: dict[tuple[str, int], list[Tensor]] = {}
+    for run in runs:
+        for read, x in _numbers(run):
+            lines.setdefault(read.line, []).append(x)
+    return lines
 
 
 def other_number(expected: SideEffects, found: SideEffects) -> Read | None:

@@ -17,6 +17,7 @@ from vescale_parallel._cross_replica.borders import (
 from vescale_parallel._cross_replica.check import CannotRunError
 from vescale_parallel._cross_replica.dims.bounds import RowsByBounds, leaves_of_bounds
 from vescale_parallel._cross_replica.dims.find_packed import rows_of_media, texts_of
+from vescale_parallel._cross_replica.dims.listed_rows import unclear_lists
 from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
 from vescale_parallel._cross_replica.dims.packed_rows import (
     PackedRowsError,
@@ -66,6 +67,7 @@ class RowSearch:
         losses_only: Whether, in training, numbers that have no gradient do not matter.
         skips_numbers: Whether they do not in this call.
         filled: Returns what blocks filled in the trial that made the subject.
+        listed: Which leaves are of one row each, if lists have something for every row.
     """
 
     model: nn.Module
@@ -75,6 +77,7 @@ class RowSearch:
     losses_only: bool
     skips_numbers: bool
     filled: Callable[[], Collection[str]]
+    listed: RowDims = ()
 
     def seen(self, form: str, *, in_groups: bool = False) -> Seen:
         """Return what is seen if rows are where shapes say."""
@@ -97,7 +100,7 @@ class RowSearch:
         packed = rows_of_media(self.model, *self.given)
         try:
             with nothing_kept_outside(self.model) as outside:
-                found = self._of_uneven(self._check(in_groups), packed)
+                found = self._of_uneven(self._check(in_groups), packed or self.listed)
                 handed_over = outside.handed_over() if self.losses_only else []
             for name, _ in handed_over:
                 raise ValueError(handed_over_error(name))
@@ -106,7 +109,11 @@ class RowSearch:
         except RowCheckError as error:
             why, is_wrong = str(error), not isinstance(error, CannotRunError)
             found = replace(found, fails=not is_wrong or isinstance(error, NotFewerRowsError))
-        unusual = unusual_dims(*self.given, is_known=self.known_rows is not None)
+        if self.listed:
+            return Seen(form, found, why, is_wrong, frozenset(), (), packed, False)
+        is_known = self.known_rows is not None
+        unusual = unusual_dims(*self.given, is_known=is_known)
+        unusual += () if is_known else unclear_lists(*self.given)
         is_sequence = bool(found.regions) and self._is_one_sequence()
         values = values_of_rows(*self.given)
         return Seen(form, found, why, is_wrong, values, unusual, packed, is_sequence)
@@ -131,13 +138,22 @@ class RowSearch:
 
     def _of_uneven(self, found: RowCoupling, dims: RowDims) -> RowCoupling:
         """Return what was found with what rows show that have not as many packed as others."""
-        if not is_packed(dims) or found.regions:
+        if not (is_packed(dims) or found.in_lists):
             return found
-        why = Trial(*self.subject(), self.skips_numbers).why_uneven(self.given, dims)
+        trial = self._trial()
+        norms = trial.without_batch_statistics() if found.in_lists else set[str]()
+        if not {*found.regions} <= norms:
+            return found
+        why = trial.why_uneven(self.given, dims)
         if why is None:
             return found
+        if found.in_lists:
+            return replace(found, regions={**found.regions, "": why})
         of_elements = frozenset({""} if leaves_of_bounds(dims) else ())
         return replace(found, regions={"": why}, of_elements=of_elements)
+
+    def _trial(self) -> Trial:
+        return Trial(*self.subject(), self.skips_numbers, in_lists=bool(self.listed))
 
     def _is_one_sequence(self) -> bool:
         """Whether rows may be positions of one sequence; see one_sequence.py."""
@@ -152,7 +168,7 @@ class RowSearch:
         return coupling_of_call(
             lambda: self.subject()[0],
             self.given,
-            lambda: self._check_rows(in_groups=in_groups),
+            lambda: self._check_rows(self.listed, in_groups=in_groups),
             losses_only=self.skips_numbers,
         )
 
@@ -160,7 +176,7 @@ class RowSearch:
         given, leaves = self.given, pytree.tree_leaves(self.given)
         if any(map(holds_rows, leaves)):
             raise CannotRunError("an object is given that holds tensors, a cache for example")
-        trial = Trial(*self.subject(), self.skips_numbers)
+        trial = self._trial()
         if trial.is_scaled_down:
             _refuse_long(trial.subject, leaves)
         elsewhere = {index for index, dim in dims if dim is None}

@@ -10,13 +10,16 @@ from torch import nn
 from vescale_parallel._cross_replica.borders import NOWHERE, RowCoupling
 from vescale_parallel._cross_replica.check import CannotRunError, row_coupling
 from vescale_parallel._cross_replica.dims.bounds import GivenBounds, leaves_of_bounds
+from vescale_parallel._cross_replica.dims.listed_rows import rows_in_lists, uneven_lists
 from vescale_parallel._cross_replica.dims.packed_rows import num_rows_of_packed
 from vescale_parallel._cross_replica.dims.row_counts import RowDims
 from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.gradients_of_parts import NoNumbersError
 from vescale_parallel._cross_replica.parts import NUM_ROWS
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._torch_private import pytree
 
+from .over_lists import BATCH_NORMS
 from .small_batches import extremes_of, some_rows, within
 from .uneven_rows import uneven_batches, why_uneven
 
@@ -29,11 +32,13 @@ class Trial:
         subject: The model.
         is_scaled_down: Whether it has fewer layers than the real one, and a smaller vocabulary.
         skips_numbers: Whether numbers that it returns without a gradient do not matter.
+        in_lists: Whether lists have something for every row; see [Note: rows in lists].
     """
 
     subject: nn.Module
     is_scaled_down: bool
     skips_numbers: bool
+    in_lists: bool = False
 
     def coupling(self, batches: Iterable[tuple[int, list[Given]]], dims: RowDims) -> RowCoupling:
         """Return what the first batch shows that the model runs on, each with both halves.
@@ -55,6 +60,7 @@ class Trial:
                     num_rows=num_rows,
                     losses_only=self.skips_numbers,
                     bounds=bounds,
+                    in_lists=self.in_lists,
                 )
             except CannotRunError as error:
                 errors.append(error)
@@ -76,13 +82,28 @@ class Trial:
         except (CannotRunError, NoNumbersError):
             return NOWHERE  # such rows need not fit the model
 
+    def without_batch_statistics(self) -> set[str]:
+        """Have batch norms normalize each row by itself, by running statistics; name them."""
+        modules = self.subject.named_modules()
+        norms = {fqn: each for fqn, each in modules if isinstance(each, BATCH_NORMS)}
+        for each in norms.values():
+            each.eval()
+        return {*norms} | ({*map(generalize, norms)} if self.is_scaled_down else set())
+
     def why_uneven(self, given: Given, dims: RowDims) -> str | None:
         """Return how losses are no means over rows of which some have more packed than others."""
         are_bounded = bool(leaves_of_bounds(dims))
-        batches = _of_short_rows(given, dims) if are_bounded else uneven_batches(given, dims)
+        listed = rows_in_lists(*given) if self.in_lists else None
+        if listed is not None:
+            batches = uneven_lists(given, listed)
+        else:
+            batches = _of_short_rows(given, dims) if are_bounded else uneven_batches(given, dims)
+        more = "elements" if are_bounded or self.in_lists else "images"
         for batch in batches:
             whole, *halves = self._fitting(batch, dims)
-            if (why := why_uneven(self.subject, whole, halves, rows=are_bounded)) is not None:
+            if (
+                why := why_uneven(self.subject, whole, halves, rows=are_bounded, more=more)
+            ) is not None:
                 return why
         return None
 

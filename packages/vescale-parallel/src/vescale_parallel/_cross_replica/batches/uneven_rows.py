@@ -45,11 +45,17 @@ def uneven_batches(given: Given, dims: RowDims) -> Iterator[list[Given]]:
 
 
 def why_uneven(
-    subject: nn.Module, whole: Given, halves: Sequence[Given], *, rows: bool = False
+    subject: nn.Module,
+    whole: Given,
+    halves: Sequence[Given],
+    *,
+    rows: bool = False,
+    more: str = "images",
 ) -> str | None:
     """Return how a loss of all rows is no mean over halves; None if it is, or cannot be run.
 
     With ``rows``, also how results of rows are not those of both halves, one behind the other.
+    ``more`` says what some rows have more of.
     """
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
@@ -67,9 +73,8 @@ def why_uneven(
         found = [each[name] for each in of_parts if name in each]
         if len(found) < len(parts) or not equal(torch.stack(found).mean(), loss):
             return (
-                "it returns a number that is not a mean over rows where some have more "
-                f"{'elements' if rows else 'images'}, "
-                f"output{name}"
+                f"it returns a number that is not a mean over rows where some have more {more}"
+                f"{f', output{name}' if name else ''}"
             )
     return _why_rows_differ(run, parts) if rows else None
 

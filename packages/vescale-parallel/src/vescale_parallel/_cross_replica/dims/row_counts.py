@@ -54,7 +54,9 @@ def is_one_a_row(
         return False
     direct = [each for each in value if isinstance(each, Tensor)]
     if direct:
-        return any(row_dim(x, num_rows) is None for x in direct)
+        return any(told.get(id(x)) == OF_ONE_ROW for x in direct) or any(
+            row_dim(x, num_rows) is None for x in direct
+        )
     held = [each for each in map(_tensors_in, value) if each]
     if not held or any(told.get(id(x)) == OF_ONE_ROW for each in held for x in each):
         return True
