@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import vescale
@@ -115,3 +116,64 @@ def test_a_mixture_that_is_checkpointed_has_the_same_bits(world2: World, plan: s
 @pytest.mark.parametrize("plan", DENSE)
 def test_a_part_of_a_block_that_is_checkpointed_changes_no_bit(world2: World, plan: str) -> None:
     same(world2, "llama", plan, True, True, False)
+
+
+class DroppedPaths(nn.Module):
+    """Leaves the branch of a block out for some rows, by a mask that it draws in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        branch = self.down(functional.gelu(self.up(self.norm(x))))
+        kept = branch.new_empty((len(x), 1, 1)).bernoulli_(0.7)
+        return x + branch * kept / 0.7
+
+
+class Deep(nn.Module):
+    """Checkpoints its blocks."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 8), nn.Linear(8, 5)
+        self.blocks = nn.ModuleList(DroppedPaths() for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return functional.cross_entropy(self.head(x.mean(1)), y)
+
+
+def _deep(constraints: Constraints | None, reentrant: bool) -> Grads:
+    torch.manual_seed(0)
+    model = Deep(reentrant).double()
+    x, y = torch.randn(8, 6, 4).double(), torch.randint(0, 5, (8,))
+    rank, parts = 0, 1
+    if constraints is not None:
+        plan = vescale.generate_plan(model, constraints, example_batch=(x, y))
+        if plan.tensor_parallel.size > 1:
+            assert "blocks.*.up.weight" in (plan.tensor_parallel.sharding_plan or {})
+        model = vescale.parallelize(plan, model)
+        rank, parts = vescale.data_parallel_rank(model), plan.data_parallel.size
+    loss = model(x.chunk(parts)[rank], y.chunk(parts)[rank])
+    loss.backward()
+    found = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    return {**found, "loss": loss.detach()}
+
+
+def _deep_both(constraints: Constraints, reentrant: bool) -> tuple[Grads, Grads]:
+    return _deep(constraints, reentrant), _deep(None, reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("plan", [{TP: 2}, {DP: 2, ZERO: 3}])
+def test_blocks_that_draw_in_place_run_again_with_one_device_s_masks(
+    world2: World, plan: Constraints, reentrant: bool
+) -> None:
+    for found, expected in world2.run(_deep_both, plan, reentrant):
+        # Rounding of float64 in sums over ranks.
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

@@ -323,7 +323,8 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
     floats = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
     outputs = [x for x, is_float in zip(leaves, floats, strict=True) if is_float]
     if given.cotangents:
-        with InDouble():
+        # Blocks that the program checkpoints draw again.
+        with InDouble(), chance:
             backward_within_modes(outputs, given.cotangents)
     return Results(
         [x.detach() for x in outputs],
