@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -118,7 +119,7 @@ class MeanTracker(TorchFunctionMode):
                 self._written[id(result)] = result
         if is_fixed:
             self._fixed[id(result)] = result
-        elif is_linear or self._is_new_mean(result):
+        elif is_linear or self._is_new_mean(result) or self._is_batch_mean(func, kwargs, result):
             self.note(result)
         return result
 
@@ -133,6 +134,12 @@ class MeanTracker(TorchFunctionMode):
             return True
         node = result.grad_fn
         return node is not None and _is_mean(node, node.name()) and not self._is_by_values(node)
+
+    def _is_batch_mean(self, func: Any, kwargs: Any, result: Tensor) -> bool:
+        """Whether a divergence was divided by its first dim; a run shows if rows are there."""
+        if func is not F.kl_div or (kwargs or {}).get("reduction") != "batchmean":
+            return False
+        return result.grad_fn is not None and not self._is_by_values(result.grad_fn)
 
     def _is_by_values(self, node: Any) -> bool:
         """Whether a mean may be over as many elements as have some value."""
