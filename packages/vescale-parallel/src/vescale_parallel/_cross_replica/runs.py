@@ -219,7 +219,8 @@ def run_module(
         return counts[index]
 
     token_means = TokenMeans(NUM_PARTS // num_of_parts, count)
-    run = Run(Call(*_copied((call.args, call.kwargs))), MeanTracker(token_means.means))
+    means = MeanTracker(token_means.means, (call.args, call.kwargs))
+    run = Run(Call(*_copied((call.args, call.kwargs))), means)
     _record_calls(subject, fqn, run, script)
     try:
         with ExitStack() as stack:

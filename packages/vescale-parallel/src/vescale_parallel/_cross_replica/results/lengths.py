@@ -59,6 +59,11 @@ class IndexedLengths:
         """Whether a node of autograd is of indexing whose result is as long as shapes say."""
         return node in self._by_shape
 
+    def is_of_shapes(self, number: int) -> bool:
+        """Whether no number that was read, nor the length of what values pick, may be in this."""
+        lengths = {length for x in self._by_values.values() for length in x.shape}
+        return not self._has_read and all(length < 2 or number % length for length in lengths)
+
     def _is_known(self, tensor: Any) -> bool:
         return id(tensor) not in self._by_values
 

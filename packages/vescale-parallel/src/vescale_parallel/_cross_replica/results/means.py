@@ -3,8 +3,8 @@
 The mean of what parts of a batch give is what the whole gives if each part divides by the same
 number of items, or if the count is that of all parts (:class:`TokenMeans`), and only additions
 and multiplications by numbers come after: plain ones, and what parameters alone give, as weight
-decay or the learned weight of a task. A sum, a mean over chosen items, a product or quotient of
-two means is that only for some data, so it does not count.
+decay or the learned weight of a task. A sum (but see :mod:`.divided_sums`), a mean over chosen
+items, a product or quotient of two means is that only for some data, so it does not count.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from vescale_parallel._cross_replica.borders import MeanOfParts, NotOfParts, Output, Rows
 from vescale_parallel._torch_private import pytree
 
+from .divided_sums import DividedSums
 from .lengths import IndexedLengths
 
 _ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
@@ -83,10 +84,11 @@ def _is_mean_of(number: Tensor, parts: Sequence[Any]) -> bool:
 class MeanTracker(TorchFunctionMode):
     """Tells which scalars are sums of means over rows, while code runs.
 
-    ``token_means`` is filled meanwhile with means that count over all parts.
+    ``token_means`` is filled meanwhile with means that count over all parts; ``given`` are the
+    arguments of what runs.
     """
 
-    def __init__(self, token_means: Sequence[Tensor]) -> None:
+    def __init__(self, token_means: Sequence[Tensor], given: Any = ()) -> None:
         super().__init__()
         self._token_means = token_means
         self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
@@ -94,6 +96,8 @@ class MeanTracker(TorchFunctionMode):
         self._fixed: dict[int, Tensor] = {}
         self._written: dict[int, Tensor] = {}
         self._lengths = IndexedLengths()
+        are_given = any(map(_may_be_number, pytree.tree_leaves(given)))
+        self._sums = DividedSums(self._lengths, are_given=are_given)
 
     def note(self, mean: Tensor) -> Tensor:
         """Take a scalar for such a one."""
@@ -117,9 +121,16 @@ class MeanTracker(TorchFunctionMode):
             self._known.pop(id(result), None)
             if not is_fixed:
                 self._written[id(result)] = result
+        is_divided = self._sums.note(name, args, tensors, result)
+        is_divided = is_divided and not self._is_by_values(result.grad_fn)
         if is_fixed:
             self._fixed[id(result)] = result
-        elif is_linear or self._is_new_mean(result) or self._is_batch_mean(func, kwargs, result):
+        elif (
+            is_divided
+            or is_linear
+            or self._is_new_mean(result)
+            or self._is_batch_mean(func, kwargs, result)
+        ):
             self.note(result)
         return result
 
@@ -162,6 +173,10 @@ class MeanTracker(TorchFunctionMode):
         if name in _SCALE:
             return len(means) == 1 and (means[0] is args[0] or name in _PRODUCTS)
         return name in _ADD or name in _KEEP
+
+
+def _may_be_number(leaf: object) -> bool:
+    return not isinstance(leaf, Tensor | bool | str | None)
 
 
 def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
