@@ -248,7 +248,7 @@ def _difference(
         if not isinstance(expected, Tensor):
             if not all(same_value(x, expected) for x in of_parts):
                 return "it returns a number that depends on how many rows there are"
-        elif not _averages(expected, of_parts, parts, found) and (
+        elif not _averages(expected, of_parts, (whole, *parts), found) and (
             _is_loss(expected)
             or not all(
                 isinstance(x, Tensor) and is_part(x, expected, i, found.num_rows)
@@ -288,11 +288,15 @@ def _description(output: Tensor, name: str) -> str:
     return f"rows of its result of shape {tuple(output.shape)} depend on other rows"
 
 
-def _averages(whole: Tensor, of_parts: Sequence[Any], parts: Sequence[Run], found: Found) -> bool:
-    """Whether a loss of all rows is the mean over parts of theirs, whatever rows these have."""
+def _averages(whole: Tensor, of_parts: Sequence[Any], runs: Sequence[Run], found: Found) -> bool:
+    """Whether a loss of all rows is the mean over parts of theirs, whatever rows these have.
+
+    ``runs`` are the one of all rows, and those of parts.
+    """
     if whole.dim() or not all(isinstance(x, Tensor) for x in of_parts):
         return False
+    of_whole, *means = [run.means for run in runs]
     known = found.in_lists or all(
-        run.means.is_mean(x) for x, run in zip(of_parts, parts, strict=True)
+        run.is_mean(x) and run.counts_as(of_whole) for x, run in zip(of_parts, means, strict=True)
     )
     return known and equal(torch.stack([*of_parts]).mean(), whole)

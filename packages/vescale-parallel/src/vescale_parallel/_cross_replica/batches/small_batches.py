@@ -115,9 +115,12 @@ class Extremes:
     Attributes:
         larger: Of a tensor that has one value only, of one row of one token for example, the
             value of the second half. It need not be an index of what the model looks up.
+        smaller: And that of the first half. 0 is an index of everything that has any, and the
+            length of nothing.
     """
 
     larger: Callable[[Tensor], Tensor]
+    smaller: Callable[[Tensor], Tensor] = lambda value: value.clamp(max=0)
 
     def fill(self, rows: Tensor) -> None:
         """Give the first half of rows the least integer, the second half the largest."""
@@ -127,9 +130,7 @@ class Extremes:
         # A mask that keeps all stays one. One number a row is a label, and no mask.
         is_label = rows.dim() == 1 and rows.dtype != torch.bool
         if least == largest and (is_label or not _is_mask(rows)):
-            # 0 is an index of everything that has any.
-            least = least.clamp(max=0)
-            largest = self.larger(largest)
+            least, largest = self.smaller(least), self.larger(largest)
         half = len(rows) // 2
         rows[:half] = least
         rows[half:] = largest
@@ -138,7 +139,12 @@ class Extremes:
 def extremes_of(model: nn.Module) -> Iterable[Extremes]:
     """Return the kinds to try of integers that a model may look up."""
     last = largest_table(model) - 1
-    return map(Extremes, (_twice, lambda value: value.clamp(min=last), lambda value: value))
+    larger = _twice, lambda value: value.clamp(min=last), _as_it_is
+    return *map(Extremes, larger), Extremes(_as_it_is, lambda value: value.clamp(max=1))
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
 
 
 def _twice(value: Tensor) -> Tensor:
@@ -217,6 +223,10 @@ def _some_rows(
         if isinstance(value, Tensor):
             dim = told.get(id(value), row_dim(value, num_rows))
             real = in_double(value)
+            if dim is None and alike is not None and id(value) in told and value.dim() == 1:
+                # Numbers of rows, if they do matter, of which code takes the first ones: zip().
+                real = real.clone()
+                alike.fill(real[:num_few])
             if dim is None or dim == OF_ONE_ROW or is_shared_by_rows(value.shape, shapes):
                 return real
             new = None if repeats else generator
@@ -227,6 +237,10 @@ def _some_rows(
         if type(value) in (list, tuple) and is_one_a_row(value, num_rows, told):
             every = max(num_rows // num_few, 1)
             chosen = [_plain_tree(value[i * every % num_rows]) for i in range(num_few)]
+            if alike is not None and all(type(each) is int for each in chosen):
+                integers = torch.tensor(chosen)
+                alike.fill(integers)
+                chosen = integers.tolist()
             return type(value)(chosen[rows])
         if isinstance(value, Mapping) and not children_of(value):
             return {key: some(each) for key, each in value.items()}

@@ -25,17 +25,21 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class IndexedLengths:
-    """Follows tensors that are as long as values say, while code runs."""
+    """Follows tensors that are as long as values say, while code runs.
+
+    Attributes:
+        has_read: Whether code has read a value, by which Python may choose.
+    """
 
     def __init__(self) -> None:
         self._by_values: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
         self._by_shape = set[Any]()
         self._made: dict[int, Tensor] = {}  # of nothing, as torch.arange does
-        self._has_read = False
+        self.has_read = False
 
     def note(self, name: str, args: Sequence[Any], tensors: Sequence[Tensor], result: Any) -> None:
         """Note what a function returned for arguments, and for the tensors among all it got."""
-        self._has_read |= name in _READS
+        self.has_read |= name in _READS
         if name in _INDEXED:
             # Keywords of index_select are not looked at.
             is_told = len(args) == (3 if name == "index_select" else 2)
@@ -62,7 +66,7 @@ class IndexedLengths:
     def is_of_shapes(self, number: int) -> bool:
         """Whether no number that was read, nor the length of what values pick, may be in this."""
         lengths = {length for x in self._by_values.values() for length in x.shape}
-        return not self._has_read and all(length < 2 or number % length for length in lengths)
+        return not self.has_read and all(length < 2 or number % length for length in lengths)
 
     def _is_known(self, tensor: Any) -> bool:
         return id(tensor) not in self._by_values
@@ -70,7 +74,7 @@ class IndexedLengths:
     def _is_kept(self, name: str, tensors: Sequence[Tensor], result: Any) -> bool:
         """Whether what a function returned is as long as what it was given, which shapes say."""
         if all(map(self._is_known, tensors)):
-            return bool(tensors) or not self._has_read
+            return bool(tensors) or not self.has_read
         # What values say was as long, then, or one for all.
         whole = [x.shape for x in tensors if self._is_known(x) and x.numel() > 1]
         return name not in _JOINED and isinstance(result, Tensor) and result.shape in whole

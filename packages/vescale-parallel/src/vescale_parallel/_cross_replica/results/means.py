@@ -32,6 +32,7 @@ _KEEP = {
     *("neg", "__neg__", "to", "type", "float", "double", "half", "bfloat16", "clone"),
     *("view", "reshape", "squeeze", "contiguous", "requires_grad_"),
 }
+_JOINED = {"stack", "cat", "concat", "concatenate", "hstack"}
 _PRODUCTS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
 
 # Backward nodes of means over all elements, and of losses with such a reduction.
@@ -86,17 +87,22 @@ class MeanTracker(TorchFunctionMode):
 
     ``token_means`` is filled meanwhile with means that count over all parts; ``given`` are the
     arguments of what runs.
+
+    Attributes:
+        counts: Numbers by which code has scaled means, and how many scalars it has put together.
     """
 
     def __init__(self, token_means: Sequence[Tensor], given: Any = ()) -> None:
         super().__init__()
         self._token_means = token_means
+        self.counts: list[float] = []
         self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
         # Made of parameters alone; and what was, until something else was written to it.
         self._fixed: dict[int, Tensor] = {}
         self._written: dict[int, Tensor] = {}
         self._lengths = IndexedLengths()
-        are_given = any(map(_may_be_number, pytree.tree_leaves(given)))
+        self._of_rows = _has_values_in_lists(given)
+        are_given = self._of_rows or any(map(_is_number, pytree.tree_leaves(given)))
         self._sums = DividedSums(self._lengths, are_given=are_given)
 
     def note(self, mean: Tensor) -> Tensor:
@@ -108,6 +114,15 @@ class MeanTracker(TorchFunctionMode):
         """Whether a value is such a scalar."""
         return id(value) in self._known
 
+    def counts_as(self, whole: MeanTracker) -> bool:
+        """Whether no number of rows that values decide may be in a mean; ``whole`` saw all rows.
+
+        Python that has read a label, or was given one, may leave its row out, and divide by how
+        many are left.
+        """
+        chooses = self._of_rows or self._lengths.has_read or whole._lengths.has_read
+        return self.counts == whole.counts or not chooses
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         tensors = _tensors_in([*args, *(kwargs or {}).values()])
@@ -117,6 +132,8 @@ class MeanTracker(TorchFunctionMode):
         self._lengths.note(name, args, tensors, result)
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
+        if name in _JOINED and not any(x.dim() for x in tensors):
+            self.counts.append(len(tensors))
         if any(result is tensor for tensor in tensors):
             self._known.pop(id(result), None)
             if not is_fixed:
@@ -171,12 +188,20 @@ class MeanTracker(TorchFunctionMode):
         if not means or not all(self.is_mean(x) or self._is_fixed(x) for x in tensors):
             return False
         if name in _SCALE:
+            self.counts += [x for x in args if isinstance(x, int | float)]
             return len(means) == 1 and (means[0] is args[0] or name in _PRODUCTS)
         return name in _ADD or name in _KEEP
 
 
-def _may_be_number(leaf: object) -> bool:
-    return not isinstance(leaf, Tensor | bool | str | None)
+def _has_values_in_lists(given: Any) -> bool:
+    """Whether lists or dicts that are arguments hold plain values: one of each row, perhaps."""
+    args, kwargs = given or ((), {})
+    held = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple | dict)]
+    return not all(x is None or isinstance(x, Tensor) for x in pytree.tree_leaves(held))
+
+
+def _is_number(leaf: object) -> bool:
+    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
 
 
 def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
