@@ -123,10 +123,18 @@ class Extremes:
     smaller: Callable[[Tensor], Tensor] = lambda value: value.clamp(max=0)
 
     def fill(self, rows: Tensor) -> None:
-        """Give the first half of rows the least integer, the second half the largest."""
-        if rows.is_floating_point() or rows.is_complex() or not rows.numel():
+        """Give the first half of rows the least integer, the second half the largest.
+
+        And one floating-point number of each, if all have the same.
+        """
+        if rows.is_complex() or not rows.numel():
             return
+        if rows.is_floating_point():
+            return _tell_apart(rows)
         least, largest = rows.amin(), rows.amax()
+        if rows.dtype == torch.bool and rows.dim() == 1 and least == largest:
+            rows[0] = ~rows[0]  # one row is left out, no half of them
+            return
         # A mask that keeps all stays one. One number a row is a label, and no mask.
         is_label = rows.dim() == 1 and rows.dtype != torch.bool
         if least == largest and (is_label or not _is_mask(rows)):
@@ -134,6 +142,14 @@ class Extremes:
         half = len(rows) // 2
         rows[:half] = least
         rows[half:] = largest
+
+
+def _tell_apart(rows: Tensor) -> None:
+    """Give halves of rows another number each if all have one, as weights that are still 1 do."""
+    first, half = rows.flatten()[0], len(rows) // 2
+    if rows.numel() == len(rows) and bool((rows == first).all()):
+        rows[half:] = first + (first == 0)
+        rows[:half] = first / 2
 
 
 def extremes_of(model: nn.Module) -> Iterable[Extremes]:
