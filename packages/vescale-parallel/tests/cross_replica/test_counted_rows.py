@@ -96,6 +96,24 @@ def stack_of_all(x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
     return torch.stack([F.mse_loss(a, b) for a, b in zip(x, y, strict=True)]).mean()
 
 
+class Normalized(Trained):
+    """Is compared within, by what its norm is given."""
+
+    def __init__(self) -> None:
+        super().__init__(stack_of_all)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.norm(x), lengths, y)
+
+
+def test_what_a_check_reads_is_not_read_by_code() -> None:
+    x, y = (torch.randn(8, 5, 4, dtype=torch.float64) for _ in range(2))
+    model = Normalized().double()
+    guard = RowGuard(model, lambda mine: [mine])
+    assert {*guard.coupling(model, (x, torch.tensor(MIXED), y), {})[0].regions} == {"norm"}
+
+
 def average_of_all(x: Tensor, lengths: Tensor, y: Tensor) -> Tensor:
     total, some = torch.zeros(()), [F.mse_loss(a, b) for a, b in zip(x, y, strict=True)]
     total = some[0]

@@ -279,7 +279,8 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
                 return None
             given = Call(args, kwargs)
             if script is not None:
-                given = script.inputs(len(run.calls), at, given, run.means)
+                with run.means.passing_over_reads():
+                    given = script.inputs(len(run.calls), at, given, run.means)
             run.calls.append((at, Call(*_copied((given.args, given.kwargs)))))
             return given.args, given.kwargs
 
@@ -290,7 +291,8 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
             if run.depth:
                 return None
             if script is not None:
-                output = script.output(len(run.calls) - 1, output, run.means)
+                with run.means.passing_over_reads():
+                    output = script.output(len(run.calls) - 1, output, run.means)
             leaves = pytree.tree_leaves(output)
             run.calls[-1][1].are_means = tuple(map(run.means.is_mean, leaves))
             run.calls[-1][1].output = _copied(output)

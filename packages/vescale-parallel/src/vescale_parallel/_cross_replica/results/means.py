@@ -9,7 +9,8 @@ items, a product or quotient of two means is that only for some data, so it does
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -113,6 +114,15 @@ class MeanTracker(TorchFunctionMode):
     def is_mean(self, value: object) -> bool:
         """Whether a value is such a scalar."""
         return id(value) in self._known
+
+    @contextlib.contextmanager
+    def passing_over_reads(self) -> Iterator[None]:
+        """Take what is read within this for no choice of the code that runs: a check compares."""
+        has_read = self._lengths.has_read
+        try:
+            yield
+        finally:
+            self._lengths.has_read = has_read
 
     def counts_as(self, whole: MeanTracker) -> bool:
         """Whether no number of rows that values decide may be in a mean; ``whole`` saw all rows.
