@@ -60,7 +60,7 @@ class BatchRows:
         self._guard, self._regions = guard, regions
         self._groups, self._num_parts = groups, num_parts
         self._sliced = tuple(f"{each}." for each in sliced)
-        self._said_kept, self._num_calls = set[str](), 0
+        self._said, self._num_calls = set[str](), 0
         self.coupling, self.is_checked = NOWHERE, True
         self.summed = SummedBuffers(ranks, self._is_whole)
 
@@ -108,16 +108,16 @@ class BatchRows:
         self.coupling, self.is_checked = self._guard.coupling(model, args, kwargs)
         if in_parts_by:
             self.coupling = self._guard.with_packed(self.coupling, model, args, kwargs)
-        if not self.coupling.kept <= self._said_kept:
-            self._said_kept |= self.coupling.kept
+        if not self.coupling.kept <= self._said:
+            self._said |= self.coupling.kept
             warn_at_user_line(_kept_warning(self.coupling))
         apart = self.coupling.apart
         if apart is not None and (in_parts_by or self._is_sliced(self.coupling)):
             self.coupling = apart
         if self._regions is not None and not in_parts_by:
             self.coupling, why = over_lists(self.coupling, model)
-            if why is not None and why not in self._said_kept:
-                self._said_kept.add(why)
+            if why is not None and why not in self._said:
+                self._said.add(why)
                 warn_at_user_line(why)
         try:
             if in_parts_by:

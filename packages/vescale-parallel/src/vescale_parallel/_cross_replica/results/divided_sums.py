@@ -18,15 +18,19 @@ from torch import Tensor
 
 from .lengths import IndexedLengths
 
-_LOSSES = (
-    *("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMargin"),
-    *("NllLoss", "MultiMargin", "MultilabelMargin"),
-)
+# What keeps a scalar linear in the rows: functions of torch, by name.
+ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
+PRODUCTS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
+QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
+KEEP = {
+    *("neg", "__neg__", "to", "type", "float", "double", "half", "bfloat16", "clone"),
+    *("view", "reshape", "squeeze", "contiguous", "requires_grad_"),
+}
+# Backward nodes of losses that are reduced over all elements.
+LOSSES = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMargin")
+# Those whose mean is not over all: over targets that count.
+_SUMMED = (*LOSSES, "NllLoss", "MultiMargin", "MultilabelMargin")
 _SUM_REDUCTION = 2  # at::Reduction::Sum
-_ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
-_PRODUCTS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
-_QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
-_KEEP = {"neg", "__neg__", "to", "float", "double", "view", "reshape", "squeeze", "clone"}
 
 
 class DividedSums:
@@ -57,12 +61,19 @@ class DividedSums:
         divisors = frozenset[int].intersection(*(self._divisors[id(x)][1] for x in sums))
         if any(made is x for x in tensors):  # written in place
             self._divisors.pop(id(made), None)
-        if name in _QUOTIENTS and len(args) == 2 and sums[0] is args[0] and _is_number(args[1]):
+        if (
+            name in QUOTIENTS
+            and len(args) == 2
+            and sums[0] is args[0]
+            and is_plain_number(args[1])
+        ):
             return args[1] in divisors and self._lengths.is_of_shapes(int(args[1]))
-        is_to_nothing = any(_is_number(x) and x == 0 for x in args)  # total = 0; total = total + x
-        is_added = name in _ADD and len(sums) == len(tensors) == 2 - is_to_nothing
-        is_scaled = name in _PRODUCTS and len(sums) == len(tensors) == 1
-        if is_added or is_scaled or (name in _KEEP and len(sums) == 1):
+        is_to_nothing = any(
+            is_plain_number(x) and x == 0 for x in args
+        )  # total = 0; total = total + x
+        is_added = name in ADD and len(sums) == len(tensors) == 2 - is_to_nothing
+        is_scaled = name in PRODUCTS and len(sums) == len(tensors) == 1
+        if is_added or is_scaled or (name in KEEP and len(sums) == 1):
             self._take(made, divisors)
         return False
 
@@ -75,7 +86,7 @@ def _summed_lengths(node: Any) -> Sequence[int] | None:
     name = node.name()
     if name.startswith("SumBackward0"):
         return tuple(node._saved_self_sym_sizes)
-    if name.startswith(_LOSSES) and getattr(node, "_saved_reduction", 0) == _SUM_REDUCTION:
+    if name.startswith(_SUMMED) and getattr(node, "_saved_reduction", 0) == _SUM_REDUCTION:
         return tuple(node._saved_self.shape)
     return None
 
@@ -89,5 +100,6 @@ def _products(lengths: Sequence[int]) -> frozenset[int]:
     )
 
 
-def _is_number(value: object) -> bool:
+def is_plain_number(value: object) -> bool:
+    """Whether Python has it as a number, and not as a truth."""
     return isinstance(value, int | float) and not isinstance(value, bool)

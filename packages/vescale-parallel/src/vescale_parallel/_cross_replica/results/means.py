@@ -21,24 +21,14 @@ from torch.overrides import TorchFunctionMode
 from vescale_parallel._cross_replica.borders import MeanOfParts, NotOfParts, Output, Rows
 from vescale_parallel._torch_private import pytree
 
-from .divided_sums import DividedSums
+from .divided_sums import ADD, KEEP, LOSSES, PRODUCTS, QUOTIENTS, DividedSums, is_plain_number
 from .lengths import IndexedLengths
 
-_ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
-_SCALE = {
-    *("mul", "mul_", "div", "div_", "true_divide", "__mul__", "__rmul__", "__imul__"),
-    *("__truediv__", "__itruediv__"),
-}
-_KEEP = {
-    *("neg", "__neg__", "to", "type", "float", "double", "half", "bfloat16", "clone"),
-    *("view", "reshape", "squeeze", "contiguous", "requires_grad_"),
-}
+_SCALE = PRODUCTS | QUOTIENTS
 _JOINED = {"stack", "cat", "concat", "concatenate", "hstack"}
-_PRODUCTS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
 
-# Backward nodes of means over all elements, and of losses with such a reduction.
+# Backward nodes of means over all elements.
 _MEANS = ("Mean",)
-_LOSSES = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMargin")
 _MEAN_REDUCTION = 1  # at::Reduction::Mean
 # What these return is as long as there are elements of some value.
 _OF_UNKNOWN_LENGTH = ("Index", "MaskedSelect", "Take", "Unique", "RepeatInterleave")
@@ -103,7 +93,7 @@ class MeanTracker(TorchFunctionMode):
         self._written: dict[int, Tensor] = {}
         self._lengths = IndexedLengths()
         self._of_rows = _has_values_in_lists(given)
-        are_given = self._of_rows or any(map(_is_number, pytree.tree_leaves(given)))
+        are_given = self._of_rows or any(map(is_plain_number, pytree.tree_leaves(given)))
         self._sums = DividedSums(self._lengths, are_given=are_given)
 
     def note(self, mean: Tensor) -> Tensor:
@@ -199,8 +189,8 @@ class MeanTracker(TorchFunctionMode):
             return False
         if name in _SCALE:
             self.counts += [x for x in args if isinstance(x, int | float)]
-            return len(means) == 1 and (means[0] is args[0] or name in _PRODUCTS)
-        return name in _ADD or name in _KEEP
+            return len(means) == 1 and (means[0] is args[0] or name in PRODUCTS)
+        return name in ADD or name in KEEP
 
 
 def _has_values_in_lists(given: Any) -> bool:
@@ -208,10 +198,6 @@ def _has_values_in_lists(given: Any) -> bool:
     args, kwargs = given or ((), {})
     held = [x for x in (*args, *kwargs.values()) if isinstance(x, list | tuple | dict)]
     return not all(x is None or isinstance(x, Tensor) for x in pytree.tree_leaves(held))
-
-
-def _is_number(leaf: object) -> bool:
-    return isinstance(leaf, int | float) and not isinstance(leaf, bool)
 
 
 def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
@@ -225,5 +211,5 @@ def _tensors_in(arguments: Sequence[Any]) -> list[Tensor]:
 
 
 def _is_mean(node: Any, name: str) -> bool:
-    is_loss = name.startswith(_LOSSES) and getattr(node, "_saved_reduction", 0) == _MEAN_REDUCTION
+    is_loss = name.startswith(LOSSES) and getattr(node, "_saved_reduction", 0) == _MEAN_REDUCTION
     return name.startswith(_MEANS) or is_loss

@@ -18,7 +18,6 @@ Flags = tuple[tuple[str, str, Any], ...]
 
 # What others look at; torch's encoders are kept from nested tensors where attention is sharded.
 _ELSEWHERE = {"training", "gradient_checkpointing", "use_nested_tensor"}
-_KINDS = (bool, str)
 # Of a flag; one that takes more counts something, and would be compared in every call.
 _MOST_VALUES = 4
 
@@ -29,8 +28,7 @@ def flags_of(model: nn.Module) -> Flags:
         (fqn, name, value)
         for fqn, module in model.named_modules()
         for name, value in vars(module).items()
-        # Every call asks for all attributes of all modules: no function for each.
-        if type(value) in _KINDS and name[:1] != "_"
+        if _is_flag(name, value)
     )
 
 
@@ -76,8 +74,12 @@ def set_flags(copied: nn.Module, model: nn.Module) -> None:
         vars(module).update(
             (name, value)
             for name, value in vars(live).items()
-            if (type(value) in _KINDS and name[:1] != "_") or _runs_again(value)
+            if _is_flag(name, value) or _runs_again(value)
         )
+
+
+def _is_flag(name: str, value: Any) -> bool:
+    return type(value) in (bool, str) and not name.startswith("_")
 
 
 def _runs_again(value: Any) -> bool:
