@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vescale_parallel._loss.token_mean import TokenCounts
 from vescale_parallel._pipeline.cuts.placeholders import placeholder
-from vescale_parallel._pipeline.targets import SeenCounts, TargetCounts
+from vescale_parallel._pipeline.targets import Form, SeenCounts, TargetCounts
 from vescale_parallel._pipeline.targets.replay import CountRecorder
 
 ROWS, LENGTH, CLASSES = 3, 6, 5
@@ -203,7 +203,7 @@ def by_both(
     for batch in given:
         held = BUFFER.clone()
         seed, copied = torch.get_rng_state(), {k: copy_of(v) for k, v in batch.items()}
-        ours = counts.of(forward, ((batch,), {}), "form")
+        ours = counts.of(forward, ((batch,), {}), Form("form"))
         torch.set_rng_state(seed)
         BUFFER.copy_(held)
         counting(forward, ((copied,), {}), mode := TokenCounts())

@@ -112,7 +112,8 @@ class BatchRows:
             self._said |= self.coupling.kept
             warn_at_user_line(_kept_warning(self.coupling))
         apart = self.coupling.apart
-        if apart is not None and (in_parts_by or self._is_sliced(self.coupling)):
+        is_sliced = self._is_sliced(self.coupling) and not (apart and apart.ratios)
+        if apart is not None and (in_parts_by or is_sliced):
             self.coupling = apart
         if self._regions is not None and not in_parts_by:
             self.coupling, why = over_lists(self.coupling, model)
@@ -344,7 +345,8 @@ def _refused_regions(coupling: RowCoupling, in_parts_by: str, num_parts: int) ->
         f"in {num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "
         "batch.gradient_accumulation 1, under which data-parallel ranks compute that code over "
         "the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the "
-        f"targets of all micro-batches){of_loop if in_parts_by == 'a pipeline' else ''}"
+        "targets of all micro-batches, and outside of blocks a tensor that sums divides by what "
+        f"all have, (loss * mask).sum() / mask.sum()){of_loop if in_parts_by == 'a pipeline' else ''}"
     )
 
 

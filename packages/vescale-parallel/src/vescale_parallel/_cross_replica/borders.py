@@ -110,7 +110,10 @@ class RowCoupling:
         rows_read: Attributes with something for every row, which the next call computes with.
         added: Buffers that rows add to, which are summed over ranks and micro-batches and are no
             reason for a region; see [Note: buffers that rows add to].
-        apart: The same with such buffers; None if there are none.
+        apart: The same with such buffers, and where ratios of sums are over all parts; None if
+            there are none.
+        ratios: Of what forward divides by sums, in order, in which those of all parts divide; they
+            are no reason for a region then, see [Note: ratios of sums]. Empty if in none.
         fails: Whether some code does not run on fewer rows.
         of_graphs: Whether every rank has graphs of its own; see [Note: graphs of ranks].
         of_elements: Regions that are given elements of packed tensors whose rows have bounds, or
@@ -134,6 +137,7 @@ class RowCoupling:
     of_graphs: bool = False
     of_elements: frozenset[str] = frozenset()
     in_lists: bool = False
+    ratios: tuple[bool, ...] = ()
 
     def num_rows(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
         """Return how many rows of the batch a call of the model has on this rank."""
@@ -205,6 +209,7 @@ class RowCoupling:
             of_graphs=self.of_graphs,
             of_elements=frozenset(map(generalize, self.of_elements)),
             in_lists=self.in_lists,
+            ratios=self.ratios,
         )
 
     def is_written(self, fqn: str) -> bool:
@@ -270,6 +275,11 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
     }
     given = {each.given for each in found}
     returned = {each.returned for each in found}
+    ratios = {each.ratios for each in found if each.ratios}
+    if len(ratios) > 1:
+        regions.setdefault(
+            "", "for some values it divides sums by sums that it does not for others"
+        )
     return RowCoupling(
         regions,
         clear,
@@ -285,6 +295,7 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         any(each.of_graphs for each in found),
         frozenset[str]().union(*(each.of_elements for each in found)),
         any(each.in_lists for each in found),
+        max(ratios, key=len, default=()),
     )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vescale_parallel._model.blocks import pipeline_blocks
+from vescale_parallel._model.blocks import blocks_of, pipeline_blocks
 from vescale_parallel._model.copies import copied_without_values, pairs, plain
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.inputs import has_dims
 from vescale_parallel._model.kept_outside import filled_by
 from vescale_parallel._model.random_copies import in_double, random_copy
@@ -76,6 +77,7 @@ class RowGuard:
         self._skips_numbers = losses_only
         self._forms, self._flags = CallForms(model), ChangedFlags(model)
         self.whole = copied_without_values(model)
+        self._blocks = frozenset(map(generalize, blocks_of(model)))
         self._known: dict[tuple[str, int], RowCoupling] = {}
         self._trained: dict[str, RowCoupling] = {}
         self._unchecked: set[tuple[str, int]] = set()
@@ -154,6 +156,7 @@ class RowGuard:
             listed=dims_of_lists(*given)
             if known_rows and known_rows == rows_in_lists(*given)
             else (),
+            blocks=self._blocks,
         )
 
     def key(

@@ -15,8 +15,9 @@ normalization, a router's loss, the loss of the model.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +31,7 @@ from .added.added_buffers import added_buffers
 from .borders import RowCoupling, structure
 from .dims.bounds import GivenBounds
 from .found import NO_BOUNDS, Found, Given
-from .gradients_of_parts import compare_gradients, is_flat
+from .gradients_of_parts import GradientsDifferError, compare_gradients, is_flat
 from .kept import Place, absolute, dependent, differs, set_kept, with_rows, worth_a_warning
 from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, same_value
 from .results.means import is_number
@@ -68,6 +69,7 @@ def row_coupling(
     losses_only: bool = False,
     bounds: GivenBounds = NO_BOUNDS,
     in_lists: bool = False,
+    blocks: frozenset[str] = frozenset(),
 ) -> RowCoupling:
     """Return where rows depend on each other in a call of a model.
 
@@ -80,13 +82,18 @@ def row_coupling(
         CannotRunError: If the model cannot be run.
         GradientsDifferError: If its gradients differ though its results do not.
     """
-    about = Found(losses_only, num_rows, bounds, in_lists=in_lists)
-    found = _found(model, whole, halves, about)
+    about: Callable[..., Found] = functools.partial(
+        Found, losses_only, num_rows, bounds, in_lists=in_lists, blocks=blocks
+    )
+    found = _found(model, whole, halves, about())
     coupling = found.coupling(whole, halves)
-    if not found.may_add:
+    if not (found.may_add or (found.regions and found.divides)):
         return coupling
-    again = Found(losses_only, num_rows, bounds, added=found.may_add, in_lists=in_lists)
-    apart = _found(model, whole, halves, again)
+    try:
+        again = about(added=found.may_add, counts_ratios=found.divides)
+        apart = _found(model, whole, halves, again)
+    except GradientsDifferError:  # then it does not help that they are counted
+        apart = _found(model, whole, halves, about(added=found.may_add))
     return replace(coupling, apart=apart.coupling(whole, halves))
 
 
@@ -116,12 +123,10 @@ def _examine(
     if is_model:
         whole = _first_run(module, call, found)
     else:
-        whole = run_module(module, fqn, call, [], NUM_PARTS, written=found.written)
+        whole = _run(module, fqn, call, None, found)
     if whole.error is not None:
         raise CannotRunError(f"{fqn or 'the model'}: {whole.error}")
-    parts = [
-        run_module(module, fqn, half, whole.counts, 1, written=found.written) for half in halves
-    ]
+    parts = [_run(module, fqn, half, whole, found) for half in halves]
     fold_row_lists(whole, parts)
     found.add(fqn, whole.call, [run.call for run in parts])
     if is_model:
@@ -144,7 +149,8 @@ def _examine(
 def _first_run(model: nn.Module, call: Call, found: Found) -> Run:
     """Run a model on all rows; learn which parameters it writes to."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    whole = run_module(model, "", call, [], NUM_PARTS)
+    whole = _run(model, "", call, None, found)
+    found.divides, found.ratios = whole.means.may_divide_by_sums(), whole.are_counted
     written = [name for name, p in whole.parameters.items() if not torch.equal(p, before[name])]
     found.written = {name: before[name] for name in written}
     if not written:
@@ -152,7 +158,22 @@ def _first_run(model: nn.Module, call: Call, found: Found) -> Run:
     for name, parameter in model.named_parameters():
         if name in found.written:
             parameter.data.copy_(before[name])
-    return run_module(model, "", call, [], NUM_PARTS, written=found.written)
+    return _run(model, "", call, None, found)
+
+
+def _run(
+    module: nn.Module,
+    fqn: str,
+    call: Call,
+    whole: Run | None,
+    found: Found,
+    script: Script | None = None,
+) -> Run:
+    """Run a module on all rows, or, if it is given the run that did, on a part of them."""
+    counts, num_parts = ([], NUM_PARTS) if whole is None else (whole.counts, 1)
+    ratios = found.ratios_in(fqn, None if whole is None else whole.are_counted)
+    known: dict[str, Any] = {"ratios": ratios, "blocks": found.blocks, "written": found.written}
+    return run_module(module, fqn, call, counts, num_parts, script, **known)
 
 
 def _examine_inside(
@@ -163,7 +184,7 @@ def _examine_inside(
     script = [Script(part, *known) for part in range(NUM_PARTS)]
     try:
         forced = [
-            run_module(module, fqn, half, whole.counts, 1, each, written=found.written)
+            _run(module, fqn, half, whole, found, each)
             for half, each in zip(halves, script, strict=True)
         ]
     except OtherCallsError as error:
@@ -213,7 +234,7 @@ def _again(
     assert whole.subject is not None
     second = sharing_copy(model)
     set_kept(second, whole.subject, places)
-    again = run_module(second, "", call, [], NUM_PARTS, written=found.written)
+    again = _run(second, "", call, None, found)
     outputs = whole.call.unfolded_outputs, again.call.unfolded_outputs
     return None if again.error is not None or differs(*outputs) else again
 
@@ -241,6 +262,8 @@ def _difference(
         return f"with fewer rows it raises {failed}"
     if any(len(run.call.outputs) != len(outputs) for run in parts):
         return "it returns other things for fewer rows"
+    if found.counts_ratios and not _are_sums(whole, parts):
+        return "it divides by what is no sum over rows"
     for index, expected in enumerate(outputs):
         of_parts = [run.call.outputs[index] for run in parts]
         if found.losses_only and is_number(expected):
@@ -274,6 +297,17 @@ def _difference(
     effects = [run.effects for run in parts]
     decision = other_decision(whole.effects, effects, own=own, in_lists=found.in_lists)
     return decision or picks_rows(whole.picked, parts[0].picked, own=own)
+
+
+def _are_sums(whole: Run, parts: Sequence[Run]) -> bool:
+    """Whether what means count in parts adds up to what they count in all rows."""
+    if any(len(run.own_counts) != len(whole.own_counts) for run in parts):
+        return False
+    of_parts = zip(*(run.own_counts for run in parts), strict=True)
+    return all(
+        equal(torch.stack(each).sum(), counted)
+        for each, counted in zip(of_parts, whole.own_counts, strict=True)
+    )
 
 
 def _is_loss(output: Tensor) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_parallel._loss.sum_ratios import SumRatios
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.leaf_names import leaf_names
 
 from .borders import ModuleRows, Output, RowCoupling, Rows, structure
@@ -47,6 +49,10 @@ class Found:
         fails: Whether some code does not run on fewer rows.
         of_elements: Modules that are given several elements of each row, or bounds of rows.
         in_lists: Whether lists have something for every row; see [Note: rows in lists].
+        blocks: Blocks of the model, as patterns.
+        divides: Whether the model's code may divide by sums.
+        counts_ratios: Whether sums of all parts divide outside of blocks.
+        ratios: Of what the model divides by sums then, in order, in which they do.
     """
 
     losses_only: bool
@@ -70,6 +76,19 @@ class Found:
     fails: bool = False
     of_elements: set[str] = field(default_factory=set[str])
     in_lists: bool = False
+    blocks: frozenset[str] = frozenset()
+    divides: bool = False
+    counts_ratios: bool = False
+    ratios: tuple[bool, ...] = ()
+
+    def ratios_in(self, fqn: str, are_counted: Sequence[bool] | None = None) -> SumRatios | None:
+        """Return what sees ratios of sums in a module's run, None where they are not counted."""
+        is_in_block = any(
+            generalize(fqn[:end]) in self.blocks
+            for end in range(len(fqn) + 1)
+            if fqn[end : end + 1] in ("", ".")
+        )
+        return SumRatios(are_counted) if self.counts_ratios and not is_in_block else None
 
     def coupling(self, whole: Given, halves: Sequence[Given]) -> RowCoupling:
         """Return what was found, of a call with these rows and parts."""
@@ -86,6 +105,7 @@ class Found:
             fails=self.fails,
             of_elements=frozenset(self.of_elements & {*self.regions}),
             in_lists=self.in_lists,
+            ratios=self.ratios if any(self.ratios) else (),
         )
 
     def useful_rows(self) -> dict[tuple[str, str], ModuleRows]:

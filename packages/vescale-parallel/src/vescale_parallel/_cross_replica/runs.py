@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._loss.kernels import leave_in_blocks
+from vescale_parallel._loss.sum_ratios import SumRatios
 from vescale_parallel._loss.token_mean import TokenMeans
 from vescale_parallel._model.copies import (
     own_containers,
@@ -19,6 +21,7 @@ from vescale_parallel._model.copies import (
     tensors_in_attributes,
     writable,
 )
+from vescale_parallel._model.fqns import generalize
 from vescale_parallel._model.random_copies import InDouble, sharing_copy
 from vescale_parallel._model.structures import open_objects
 from vescale_parallel._torch_private import is_transformed, pytree
@@ -75,7 +78,9 @@ class Run:
         error: What it raised instead.
         calls: Of the modules that its own code calls, in order.
         means: Tells which scalars ranks may average.
-        counts: What token means counted.
+        counts: What token means counted in all rows.
+        own_counts: What they counted in this run's.
+        are_counted: Of what it divides by sums, in order, in which those of all parts divide.
         parameters: Of the module that ran.
         buffers: As they were afterwards.
         written: Likewise parameters that the model is known to write to.
@@ -92,6 +97,8 @@ class Run:
     error: str | None = None
     calls: list[tuple[str, Call]] = field(default_factory=list[tuple[str, Call]])
     counts: list[Tensor] = field(default_factory=list[Tensor])
+    own_counts: list[Tensor] = field(default_factory=list[Tensor])
+    are_counted: tuple[bool, ...] = ()
     parameters: dict[str, nn.Parameter] = field(default_factory=dict[str, nn.Parameter])
     buffers: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     written: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -203,25 +210,34 @@ def run_module(
     script: Script | None = None,
     *,
     written: Mapping[str, Tensor] | None = None,
+    ratios: SumRatios | None = None,
+    blocks: Collection[str] = (),
 ) -> Run:
     """Run a copy of a module on all rows, ``num_of_parts`` parts, or on one part.
 
     ``written`` are values of the model's parameters that every run begins with, though it writes.
+    ``ratios`` sees ratios of sums to count, outside of ``blocks``, which are patterns.
     """
     subject = sharing_copy(module)
     is_whole = num_of_parts == NUM_PARTS
+    own_counts = list[Tensor]()
 
     def count(index: int, counted: Tensor) -> Tensor:
+        own_counts.append(counted)
         if is_whole:
             counts.append(counted)
         elif index >= len(counts):
             raise OtherCallsError("with fewer rows it computes other losses")
         return counts[index]
 
-    token_means = TokenMeans(NUM_PARTS // num_of_parts, count)
+    token_means = TokenMeans(NUM_PARTS // num_of_parts, count, ratios)
     means = MeanTracker(token_means.means, (call.args, call.kwargs))
     run = Run(Call(*_copied((call.args, call.kwargs))), means)
     _record_calls(subject, fqn, run, script)
+    if ratios is not None:
+        names = (name for name, _ in subject.named_modules() if name)
+        at = [name for name in names if generalize(f"{fqn}.{name}".lstrip(".")) in blocks]
+        leave_in_blocks(subject, at)
     try:
         with ExitStack() as stack:
             picked = PickedRows(lambda: run.depth == 0, run.picked)
@@ -231,6 +247,8 @@ def run_module(
             run.effects = stack.enter_context(watched_side_effects(subject))
             # What it was called with is told by the call, whatever it puts into its arguments.
             args, kwargs = own_containers((run.call.args, run.call.kwargs))
+            if ratios is not None:
+                ratios.begin((args, kwargs))
             run.call.output = subject(*args, **kwargs)
             open_objects(run.call.output)
             run.call.are_means = tuple(map(run.means.is_mean, run.call.outputs))
@@ -239,7 +257,8 @@ def run_module(
     # Arbitrary user code: whatever it raises means that it cannot be run on such rows.
     except Exception as error:
         run.error = f"{type(error).__name__}: {error}"
-    run.counts = counts
+    run.counts, run.own_counts = counts, own_counts
+    run.are_counted = () if ratios is None else tuple(ratios.are_counted)
     run.parameters = dict(subject.named_parameters())
     run.written = _settle_parameters(module, fqn, run.parameters, written or {})
     run.buffers = {name: buffer.detach() for name, buffer in subject.named_buffers()}

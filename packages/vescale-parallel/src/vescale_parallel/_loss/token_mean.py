@@ -4,12 +4,14 @@ A rank's batch, or micro-batch, is one of R equal parts of the global batch. Gra
 averaged over the parts, which is one device's gradient if the loss is a mean over equally
 many items. A mean over counted tokens is not: parts may count different numbers. While a
 module runs, :class:`TokenMeans` therefore divides such sums by the global count instead. How it
-hears of them is in [Note: where losses are seen].
+hears of them is in [Note: where losses are seen]; of means that code writes out itself it is said
+in [Note: ratios of sums].
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,10 +31,17 @@ from vescale_parallel._torch_private import (
 
 from . import kernels
 from .inputs_of_means import InputsOfMeans
+from .repeated import Around, run_again_within
+from .sum_ratios import SumRatios
+from .totals import Counted, Total
 
 # Divides by the number of counted targets, or by the sum of their weights.
 _COUNTED = {F.cross_entropy, F.nll_loss}
 _MEAN_REDUCTION, _SUM_REDUCTION = 1, 2  # of at::Reduction
+
+# Given the number of a count within the module's forward and what this part counts, returns the
+# count of the global batch.
+Denominator = Callable[[int, Tensor], Tensor]
 
 
 class TokenMeans(TorchFunctionMode):
@@ -40,23 +49,27 @@ class TokenMeans(TorchFunctionMode):
 
     Args:
         num_parts: Parts as large as this one that the global batch is in.
-        denominator: Given the number of a mean within the module's forward and this part's
-            count, returns the count of the global batch.
+        denominator: Returns counts of the global batch.
+        ratios: Sees which ratios of sums are such means, outside of blocks; None: none is.
 
     Attributes:
         means: What it returned, in order.
     """
 
-    def __init__(self, num_parts: float, denominator: Callable[[int, Tensor], Tensor]) -> None:
+    def __init__(
+        self, num_parts: float, denominator: Denominator, ratios: SumRatios | None = None
+    ) -> None:
         super().__init__()
         self._num_parts = num_parts
         self._denominator = denominator
+        self._ratios = ratios
         self.means: list[Tensor] = []
         self._wholes: list[Tensor] = []
         # A model that is called in this one counts its own.
         self._outer: TokenMeans | None = None
         self._is_covered = False
         self._left_at: nn.Module | None = None
+        self._block: nn.Module | None = None  # that runs
 
     def __enter__(self) -> TokenMeans:
         self._outer = kernels.innermost()
@@ -72,33 +85,49 @@ class TokenMeans(TorchFunctionMode):
             self._outer._is_covered = False
         if self._left_at is None:
             super().__exit__(*raised)
-        self._outer = self._left_at = None
+        self._outer = self._left_at = self._block = None
 
     def leave(self, block: nn.Module) -> None:
         """Cost nothing while a block runs; :meth:`of_kernel` hears of what it computes."""
+        self._block = self._block or block
         if self._left_at is None and current_function_mode() is self:
             super().__exit__(None, None, None)
             self._left_at = block
 
     def come_back(self, block: nn.Module) -> None:
         """Go on behind a block."""
+        self._block = None if self._block is block else self._block
         if self._left_at is block:
             self._left_at = None
             super().__enter__()
 
-    def as_now(self) -> TokenMeans:
-        """Return what counts for code that runs again as this one does from now on."""
-        start = len(self._wholes)
-        return TokenMeans(self._num_parts, lambda index, _: self._wholes[start + index])
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
+        ratios = self._ratios
+        # What is compiled is in blocks.
+        if ratios is None or self._block or self._is_covered or torch.compiler.is_compiling():
+            return self._of_targets(func, args, given)
+        before = ratios.num_seen
+        counted = ratios.counted(func, args, given)
+        if ratios.num_seen > before:
+            self._note_region(functools.partial(ratios.since, before))
+        if counted is None:
+            result = self._of_targets(func, args, given)
+        else:
+            result = self._of_sums(counted)
+        ratios.note(func, args, given, result)
+        return result
+
+    def _of_targets(
+        self, func: Callable[..., Any], args: Sequence[Any], given: Mapping[str, Any]
+    ) -> Any:
         if func not in _COUNTED or self._is_covered or TokenMean.is_old(given):
             return func(*args, **given)
         counted = _counted(func, args, given)
         if counted is None or isinstance(counted, DTensor):
             # Distributed targets are those of the global batch.
             return func(*args, **given)
+        self._note_region(None if self._ratios is None else self._ratios.since)
         return self._mean(counted, func(*args, **{**given, "reduction": "sum"}))
 
     def of_kernel(
@@ -121,19 +150,60 @@ class TokenMeans(TorchFunctionMode):
                 "block of a parallelized model, where the number of targets of all ranks is not "
                 "known to it. Compile the block, block.compile(), or leave out the function"
             )
+        self._note_region(None, is_in_block=True)
         counted = TokenMean(given, target, weight, ignore_index=ignore_index).counted().detach()
         return self._mean(
             counted, kernel(given, target, weight, _SUM_REDUCTION, ignore_index, *more)
         )
 
-    def _mean(self, counted: Tensor, local: Tensor) -> Tensor:
+    def _note_region(
+        self, ratios_since: Callable[[], SumRatios] | None, *, is_in_block: bool = False
+    ) -> None:
+        """Have code that runs now and again in backward count then as it does from now on.
+
+        It does not hold what has a graph, which holds the code.
+        """
+        if torch.compiler.is_compiling():
+            return
+        num_parts, wholes, start = self._num_parts, self._wholes, len(self._wholes)
+
+        def around() -> Around:
+            ratios = None if ratios_since is None else ratios_since()
+
+            def again() -> contextlib.AbstractContextManager[Any]:
+                as_before = None if ratios is None else ratios.since()
+                means = TokenMeans(num_parts, lambda index, _: wholes[start + index], as_before)
+                return kernels.heard(means) if is_in_block else means
+
+            return again
+
+        run_again_within(around)
+
+    def _of_sums(self, counted: Counted) -> Tensor:
+        """Divide by what all parts together have."""
+        counts = {each: self._count_of_all(each.counted()) for each in counted.sums()}
+        result = counted.result(counts, self._num_parts)
+        if counted.is_mean:
+            self.means.append(result)
+        return result
+
+    def _count_of_all(self, counted: Tensor) -> Tensor:
         with _outside():
-            whole = self._denominator(len(self.means), counted)
+            whole = self._denominator(len(self._wholes), counted)
         self._wholes.append(whole)
+        return whole
+
+    def _mean(self, counted: Tensor, local: Tensor) -> Tensor:
+        whole = self._count_of_all(counted)
         # A sum of nothing over a count of zero is nan here exactly when it is on one device.
         mean = local * self._num_parts / whole.to(local.dtype)
         self.means.append(mean)
         return mean
+
+    def check_complete(self) -> None:
+        """Raise if a forward computed fewer means than it is known of."""
+        if self._ratios is not None:
+            self._ratios.check_complete()
 
     def warn_of_sums(self, loss: Tensor) -> None:
         """Warn if a loss is, or contains, a sum that no mean is known to have come from."""
@@ -173,20 +243,6 @@ def _sums_in(loss: Tensor, trusted: set[Any]) -> list[str]:
     return found
 
 
-def means_as_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return what makes the context in which a block that runs again computes its losses."""
-    running = kernels.innermost()
-    if running is None:
-        return contextlib.nullcontext
-    means = running.as_now()
-
-    def again() -> contextlib.AbstractContextManager[None]:
-        means.means.clear()
-        return kernels.heard(means)
-
-    return again
-
-
 class TokenCounts(TorchFunctionMode):
     """Notes what token means would count, without computing them.
 
@@ -194,16 +250,29 @@ class TokenCounts(TorchFunctionMode):
         counts: The count of every mean so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ratios: SumRatios | None = None) -> None:
         super().__init__()
         self.counts: list[Tensor] = []
+        self._ratios = ratios
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        counted = _counted(func, args, kwargs or {})
-        if counted is None:
-            return func(*args, **(kwargs or {}))
-        self.counts.append(counted)
-        return args[0].new_zeros(()) if args else torch.zeros(())
+        given = kwargs or {}
+        counted = _counted(func, args, given)
+        if counted is not None:
+            self.counts.append(counted)
+            return args[0].new_zeros(()) if args else torch.zeros(())
+        if self._ratios is None:
+            return func(*args, **given)
+        if (divided := self._ratios.counted(func, args, given)) is not None:
+            for each in divided.sums():
+                self.note_sum(each)
+        result = func(*args, **given)
+        self._ratios.note(func, args, given, result)
+        return result
+
+    def note_sum(self, divisor: Total) -> None:
+        """Note a sum that divides, or what has to be summed to be one."""
+        self.counts.append(divisor.counted())
 
 
 def _counted(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from vescale_parallel._loss.sum_ratios import ratios_to_count
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._model.copies import own_containers
 
@@ -19,7 +20,7 @@ from .cuts.placeholders import Placeholder
 from .cuts.seen_call import SeenCall, seen_call
 from .cuts.values import Cuts, ObservedValues
 from .stage_module import Receive, StageDone, StageRun, Staging
-from .targets import SeenCounts, TargetCounts, run_counting, summed_counts
+from .targets import Form, SeenCounts, TargetCounts, check_known, run_counting, summed_counts
 
 Microbatch = tuple[tuple[Any, ...], Mapping[str, Any]]
 
@@ -39,6 +40,7 @@ class StageCalls:
         scalars: Returns what modules keep that may be losses, by their names.
         settings: Returns what is in configurations of modules.
         write_settings: Writes into them.
+        are_counted: Of the call that runs; see :class:`.SumRatios`.
     """
 
     staging: Staging
@@ -51,6 +53,7 @@ class StageCalls:
     scalars: Callable[[], Mapping[str, Tensor]] = dict
     settings: Callable[[], Settings] = dict
     write_settings: Callable[[Settings], None] = lambda settings: None
+    are_counted: Sequence[bool] = ()
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, SeenCall])
     _checked_loss: bool = False
 
@@ -94,7 +97,7 @@ class StageCalls:
         self,
         forward: Callable[..., Any],
         microbatches: Sequence[Microbatch],
-        form: object,
+        form: Hashable,
         seen: SeenCall,
     ) -> list[Tensor]:
         """Return what each token mean of the module counts over the global batch.
@@ -107,7 +110,10 @@ class StageCalls:
         """
         if not self.has_last_stage and not seen.counts_early:
             return []
-        found = [self._counts.of(forward, each, form) for each in microbatches]
+        of_call = Form(form, self.are_counted)
+        found = [self._counts.of(forward, each, of_call) for each in microbatches]
+        for counts in found:
+            check_known(counts, "a pipeline")
         local = summed_counts(found, otherwise="pipeline_parallel.size 1")
         self._seen.expect(local if self.has_last_stage else ())
         return [self.total(count) for count in local]
@@ -138,7 +144,8 @@ class StageCalls:
         was_usable = Placeholder.usable
         # The first stage needs none: what it does not own comes later.
         Placeholder.usable = run.stage > 0
-        means = TokenMeans(num_parts, functools.partial(self._known_count, run, counts))
+        known = functools.partial(self._known_count, run, counts)
+        means = TokenMeans(num_parts, known, ratios_to_count(self.are_counted))
         # Other stages of this rank are given the same, and what it is tells tensors' shapes apart.
         args, kwargs = own_containers(microbatch)
         try:
@@ -150,6 +157,7 @@ class StageCalls:
             self.staging.run = None
             Placeholder.usable = was_usable
         run.check_complete(self.staging.blocks)
+        means.check_complete()
         if loss_of is not None and not self._checked_loss:
             self._checked_loss = True
             means.warn_of_sums(loss_of(output))
@@ -179,7 +187,7 @@ class StageCalls:
     def _look(self, forward: Callable[..., Any], microbatch: Microbatch) -> SeenCall:
         before, settings = {*map(id, self.scalars().values())}, self.settings()
         run = functools.partial(self._run_counting, forward, microbatch)
-        seen = seen_call(run, self.starts[-1])
+        seen = seen_call(run, self.starts[-1], self.are_counted)
         seen = replace(seen, settings=changed_settings(settings, self.settings()))
         if seen.has_loss:
             return seen

@@ -102,7 +102,8 @@ class PipelineStep:
         rows = coupling.rows_of(args, kwargs, to_cut=True)
         placement = pipeline.plan.pipeline_parallel.placement
         send_tied_weights(self._params, pipeline.group_of("F"), placement)
-        form = (self._forms.form(args, kwargs), self._model.training)
+        form = (self._forms.form(args, kwargs), self._model.training, coupling.ratios)
+        pipeline.calls.are_counted = coupling.ratios
         pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
         with self._buffers.call(forward, form) as forward:
             call = forward, args, kwargs, rows, returned_rows(coupling, args, kwargs)

@@ -24,6 +24,7 @@ from vescale_parallel._cross_replica.borders import RowCoupling, Rows
 from vescale_parallel._data_parallel.zero_state import ZeroState
 from vescale_parallel._loss.loss_scale import LossScale
 from vescale_parallel._loss.output import loss_of, marked_scalars, mean_of_parts, only_scalars
+from vescale_parallel._loss.sum_ratios import ratios_to_count
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._mesh.data_ranks import DataRanks
 from vescale_parallel._model.blocks import block_stacks
@@ -33,8 +34,11 @@ from vescale_parallel._pipeline.microbatches import split_batch
 from vescale_parallel._pipeline.outputs.deferred_backward import with_deferred_backward
 from vescale_parallel._pipeline.stage_module import StageRun, Staging, stage_module
 from vescale_parallel._pipeline.targets import (
+    Form,
     SeenCounts,
     TargetCounts,
+    check_known,
+    is_known,
     plain_attributes,
     run_counting,
     summed_counts,
@@ -102,6 +106,7 @@ class AccumulatedStep:
     _counts_by_running: bool | None = None
     _said_running: bool = False
     _checked_loss: bool = False
+    _are_counted: Sequence[bool] = ()
     _loss_scale: LossScale = field(default_factory=LossScale)
 
     def __post_init__(self) -> None:
@@ -115,6 +120,7 @@ class AccumulatedStep:
         kwargs: dict[str, Any],
         rows: Sequence[Rows | None] | None,
         check: Callable[[Any], None],
+        are_counted: Sequence[bool] = (),
     ) -> Any:
         """Run forward and backward on this rank's batch. Every rank must call this.
 
@@ -124,6 +130,7 @@ class AccumulatedStep:
             kwargs: Keyword arguments, likewise.
             rows: Where the rows are in every leaf of these; None if that is not known.
             check: Raises for an output of a micro-batch that is no result of this rank.
+            are_counted: See :class:`.SumRatios`.
 
         Returns:
             The module's output with a tensor for each scalar and :class:`NotReturned` for other
@@ -133,6 +140,7 @@ class AccumulatedStep:
         microbatches = split_batch(
             args, kwargs, count, rows, asked_by="batch.gradient_accumulation"
         )
+        self._are_counted = are_counted
         with self.buffers.call(forward) as forward:
             local = self._local_counts(forward, microbatches)
             self._seen.expect(local)
@@ -167,11 +175,13 @@ class AccumulatedStep:
         state = GeneratorStates()
         for index, (args, kwargs) in enumerate(microbatches):
             state.put_back()
-            means = TokenMeans(self._num_parts, functools.partial(self._known_count, totals))
+            known = functools.partial(self._known_count, totals)
+            means = TokenMeans(self._num_parts, known, ratios_to_count(self._are_counted))
             num_rows = _num_rows(args, kwargs, rows)
             with self.rng.of_part(index, len(microbatches)):
                 with self.rng.of_call(self.model, args, kwargs, num_rows), means:
                     output = forward(*args, **kwargs)
+                means.check_complete()
                 check(output)
                 loss = self.loss_of(output)
                 if not self._checked_loss:
@@ -189,7 +199,7 @@ class AccumulatedStep:
     ) -> list[Tensor]:
         """Return what each token mean of the module counts on this rank."""
         # Programs change what modules hold, as the loss that is computed later in training.
-        form = plain_attributes(self.model)
+        form = Form(plain_attributes(self.model), self._are_counted)
         if self._counts_by_running is None:
             self._counts_by_running = self._cannot_count(forward, microbatches, form)
             if self._counts_by_running:
@@ -198,10 +208,12 @@ class AccumulatedStep:
             found = self._counted_by_running(forward, microbatches, form)
         else:
             found = [self._counts.of(forward, each, form) for each in microbatches]
+        for counts in found:
+            check_known(counts, "batch.gradient_accumulation")
         return summed_counts(found, otherwise="batch.gradient_accumulation 1")
 
     def _cannot_count(
-        self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch], form: object
+        self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch], form: Form
     ) -> bool:
         """Whether the model does not run on placeholders, on any rank that shares the batch."""
         found: list[list[Tensor]] = []
@@ -209,14 +221,13 @@ class AccumulatedStep:
         with contextlib.suppress(Exception):
             found = [self._counts.of(forward, each, form) for each in microbatches]
             summed_counts(found, otherwise="")
-        # On meta where they are counted inside of a module with parameters.
-        devices = {count.device.type for counts in found for count in counts}
-        failed = len({len(counts) for counts in found}) != 1 or "meta" in devices
+        are_known = all(is_known(count) for counts in found for count in counts)
+        failed = len({len(counts) for counts in found}) != 1 or not are_known
         told = torch.tensor([failed], dtype=torch.float64, device=self.device)
         return bool(self.ranks.total(told) > 0)
 
     def _counted_by_running(
-        self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch], form: object
+        self, forward: Callable[..., Any], microbatches: Sequence[_MicroBatch], form: Form
     ) -> list[list[Tensor]]:
         """Return the counts of all micro-batches; forward runs on all ranks, or on none."""
         # Ranks may gather parameters in forward: they tell each other.

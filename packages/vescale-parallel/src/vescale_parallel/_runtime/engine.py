@@ -179,7 +179,9 @@ class Engine:
                         output = self.pipeline.run(forward, args, kwargs, coupling)
                     return self._differentiable(output)
                 if self.accumulation is not None and torch.is_grad_enabled():
-                    return self.accumulation.run(forward, args, kwargs, rows, self._check_plain)
+                    return self.accumulation.run(
+                        forward, args, kwargs, rows, self._check_plain, coupling.ratios
+                    )
                 ends = self._ends_of_call()
                 forward = ends.with_inputs(forward, args, kwargs)
                 with self.rng.of_call(model, args, kwargs, num_rows):

@@ -68,6 +68,7 @@ class RowSearch:
         skips_numbers: Whether they do not in this call.
         filled: Returns what blocks filled in the trial that made the subject.
         listed: Which leaves are of one row each, if lists have something for every row.
+        blocks: Blocks of the model, as patterns.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class RowSearch:
     skips_numbers: bool
     filled: Callable[[], Collection[str]]
     listed: RowDims = ()
+    blocks: frozenset[str] = frozenset()
 
     def seen(self, form: str, *, in_groups: bool = False) -> Seen:
         """Return what is seen if rows are where shapes say."""
@@ -153,7 +155,7 @@ class RowSearch:
         return replace(found, regions={"": why}, of_elements=of_elements)
 
     def _trial(self) -> Trial:
-        return Trial(*self.subject(), self.skips_numbers, in_lists=bool(self.listed))
+        return Trial(*self.subject(), self.skips_numbers, bool(self.listed), self.blocks)
 
     def _is_one_sequence(self) -> bool:
         """Whether rows may be positions of one sequence; see one_sequence.py."""

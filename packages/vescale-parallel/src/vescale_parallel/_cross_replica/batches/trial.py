@@ -33,12 +33,14 @@ class Trial:
         is_scaled_down: Whether it has fewer layers than the real one, and a smaller vocabulary.
         skips_numbers: Whether numbers that it returns without a gradient do not matter.
         in_lists: Whether lists have something for every row; see [Note: rows in lists].
+        blocks: Blocks of the model, as patterns.
     """
 
     subject: nn.Module
     is_scaled_down: bool
     skips_numbers: bool
     in_lists: bool = False
+    blocks: frozenset[str] = frozenset()
 
     def coupling(self, batches: Iterable[tuple[int, list[Given]]], dims: RowDims) -> RowCoupling:
         """Return what the first batch shows that the model runs on, each with both halves.
@@ -61,6 +63,7 @@ class Trial:
                     losses_only=self.skips_numbers,
                     bounds=bounds,
                     in_lists=self.in_lists,
+                    blocks=self.blocks,
                 )
             except CannotRunError as error:
                 errors.append(error)

@@ -16,16 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from vescale_parallel._loss.scalar_functions import ADD, KEEP, PRODUCTS, QUOTIENTS, is_plain_number
+
 from .lengths import IndexedLengths
 
-# What keeps a scalar linear in the rows: functions of torch, by name.
-ADD = {"add", "add_", "sub", "__add__", "__radd__", "__iadd__", "__sub__", "__isub__"}
-PRODUCTS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
-QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
-KEEP = {
-    *("neg", "__neg__", "to", "type", "float", "double", "half", "bfloat16", "clone"),
-    *("view", "reshape", "squeeze", "contiguous", "requires_grad_"),
-}
 # Backward nodes of losses that are reduced over all elements.
 LOSSES = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMargin")
 # Those whose mean is not over all: over targets that count.
@@ -98,8 +92,3 @@ def _products(lengths: Sequence[int]) -> frozenset[int]:
         for count in range(1, len(lengths) + 1)
         for some in itertools.combinations(lengths, count)
     )
-
-
-def is_plain_number(value: object) -> bool:
-    """Whether Python has it as a number, and not as a truth."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -68,6 +68,11 @@ class IndexedLengths:
         lengths = {length for x in self._by_values.values() for length in x.shape}
         return not self.has_read and all(length < 2 or number % length for length in lengths)
 
+    @property
+    def has_picked(self) -> bool:
+        """Whether some tensor is as long as values say."""
+        return bool(self._by_values)
+
     def _is_known(self, tensor: Any) -> bool:
         return id(tensor) not in self._by_values
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from vescale_parallel._cross_replica.borders import MeanOfParts, NotOfParts, Output, Rows
+from vescale_parallel._loss.scalar_functions import ADD, KEEP, PRODUCTS, QUOTIENTS, is_plain_number
 from vescale_parallel._torch_private import pytree
 
-from .divided_sums import ADD, KEEP, LOSSES, PRODUCTS, QUOTIENTS, DividedSums, is_plain_number
+from .divided_sums import LOSSES, DividedSums
 from .lengths import IndexedLengths
 
 _SCALE = PRODUCTS | QUOTIENTS
@@ -87,6 +88,7 @@ class MeanTracker(TorchFunctionMode):
         super().__init__()
         self._token_means = token_means
         self.counts: list[float] = []
+        self._divides = False
         self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
         # Made of parameters alone; and what was, until something else was written to it.
         self._fixed: dict[int, Tensor] = {}
@@ -104,6 +106,10 @@ class MeanTracker(TorchFunctionMode):
     def is_mean(self, value: object) -> bool:
         """Whether a value is such a scalar."""
         return id(value) in self._known
+
+    def may_divide_by_sums(self) -> bool:
+        """Whether code has divided by a scalar, or picked items by their values."""
+        return self._divides or self._lengths.has_picked
 
     @contextlib.contextmanager
     def passing_over_reads(self) -> Iterator[None]:
@@ -132,6 +138,7 @@ class MeanTracker(TorchFunctionMode):
         self._lengths.note(name, args, tensors, result)
         if not isinstance(result, Tensor) or not result.is_floating_point():
             return result
+        self._divides |= name in QUOTIENTS and len(tensors) == 2 and not tensors[-1].dim()
         if name in _JOINED and not any(x.dim() for x in tensors):
             self.counts.append(len(tensors))
         if any(result is tensor for tensor in tensors):

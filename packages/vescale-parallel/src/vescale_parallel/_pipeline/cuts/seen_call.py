@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from vescale_parallel._loss.output import is_loss
+from vescale_parallel._loss.sum_ratios import SumRatios, ratios_to_count
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMeans
 from vescale_parallel._torch_private import pytree
 
@@ -41,16 +42,19 @@ class SeenCall:
     settings: Settings = field(default_factory=dict[Setting, Any])
 
 
-def seen_call(run: Run, last_start: int) -> SeenCall:
-    """Run forward to see what crosses cuts; ``last_start`` is the last stage's first block."""
+def seen_call(run: Run, last_start: int, are_counted: Sequence[bool] = ()) -> SeenCall:
+    """Run forward to see what crosses cuts.
+
+    ``last_start`` is the last stage's first block; for ``are_counted`` see :class:`.SumRatios`.
+    """
     values = ObservedValues()
-    counts = _PlacedCounts(values)
+    counts = _PlacedCounts(values, ratios_to_count(are_counted))
     output = run(counts, values)
     early = counts.first_behind is not None and counts.first_behind <= last_start
     if early:
         # Again, since a mean that may be sent needs the name that all stages have for it.
         values = ObservedValues()
-        output = run(_NamedMeans(), values)
+        output = run(_NamedMeans(ratios_to_count(are_counted)), values)
     has_loss = any(map(is_loss, pytree.tree_leaves(output)))
     cuts, all_cuts = (values.cuts(output, losses_only=only) for only in (True, False))
     return SeenCall(has_loss, cuts, all_cuts, early)
@@ -59,8 +63,8 @@ def seen_call(run: Run, last_start: int) -> SeenCall:
 class _PlacedCounts(TokenCounts):
     """Notes how many blocks have been called before the first token mean."""
 
-    def __init__(self, values: ObservedValues) -> None:
-        super().__init__()
+    def __init__(self, values: ObservedValues, ratios: SumRatios | None) -> None:
+        super().__init__(ratios)
         self._values = values
         self.first_behind: int | None = None
 
@@ -74,9 +78,9 @@ class _PlacedCounts(TokenCounts):
 class _NamedMeans(TokenCounts):
     """Computes token means as passes do, function by function."""
 
-    def __init__(self) -> None:
+    def __init__(self, ratios: SumRatios | None) -> None:
         super().__init__()
-        self._means = TokenMeans(1, self._counted)
+        self._means = TokenMeans(1, self._counted, ratios)
 
     def __enter__(self) -> _NamedMeans:
         self._means.__enter__()

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vescale_parallel._loss.sum_ratios import SumRatios, ratios_to_count
 from vescale_parallel._loss.token_mean import TokenCounts
 from vescale_parallel._model.copies import own_containers
+from vescale_parallel._pipeline.cuts.placeholders import Placeholder
 from vescale_parallel._pipeline.stage_module import StageRun, Staging
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import untouched_generators
@@ -23,6 +25,23 @@ from .replay import CountProgram, CountRecorder
 _MOST_WAYS = 4
 _MOST_FORMS = 64
 MicroBatch = tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What else than arguments may decide what is counted; see [Note: when counts are replayed].
+
+    Attributes:
+        of_model: What forward may look at.
+        are_counted: See :class:`.SumRatios`.
+    """
+
+    of_model: Hashable
+    are_counted: Sequence[bool] = ()
+
+    def ratios(self) -> SumRatios | None:
+        """Return what sees such ratios, if there are some."""
+        return ratios_to_count(self.are_counted)
 
 
 @dataclass(eq=False)
@@ -39,17 +58,12 @@ class TargetCounts:
         default_factory=dict[object, "list[CountProgram] | None"]
     )
 
-    def of(
-        self, forward: Callable[..., Any], microbatch: MicroBatch, form: object
-    ) -> list[Tensor]:
-        """Return what the token means of forward count in a micro-batch.
-
-        ``form`` is what else than arguments may decide how; see [Note: when counts are replayed].
-        """
+    def of(self, forward: Callable[..., Any], microbatch: MicroBatch, form: Form) -> list[Tensor]:
+        """Return what the token means of forward count in a micro-batch."""
         counts = self.replayed(microbatch, form)
         return self.seen(forward, microbatch, form) if counts is None else counts
 
-    def replayed(self, microbatch: MicroBatch, form: object) -> list[Tensor] | None:
+    def replayed(self, microbatch: MicroBatch, form: Form) -> list[Tensor] | None:
         """Return the counts without running forward; None if that has to run, to see them."""
         leaves, key = _key_of(microbatch, form)
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -57,7 +71,7 @@ class TargetCounts:
         return next((counts for counts in found if counts is not None), None)
 
     def seen(
-        self, forward: Callable[..., Any], microbatch: MicroBatch, form: object
+        self, forward: Callable[..., Any], microbatch: MicroBatch, form: Form
     ) -> list[Tensor]:
         """Return the counts, and see how they are made unless that was seen before."""
         leaves, key = _key_of(microbatch, form)
@@ -65,10 +79,11 @@ class TargetCounts:
             del self._programs[next(iter(self._programs))]
         programs = self._programs.setdefault(key, [] if _are_plain(leaves) else None)
         if programs is None:
-            self.run(forward, microbatch, mode := TokenCounts())
+            self.run(forward, microbatch, mode := TokenCounts(form.ratios()))
             return mode.counts
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.run(forward, microbatch, recorder := CountRecorder(given))
+        recorder = CountRecorder(given, form.ratios())
+        self.run(forward, microbatch, recorder)
         program = recorder.program()
         if program is None or len(programs) == _MOST_WAYS:
             self._programs[key] = None
@@ -76,13 +91,13 @@ class TargetCounts:
             programs.append(program)
         return recorder.counts
 
-    def has_to_run(self, microbatch: MicroBatch, form: object) -> bool:
+    def has_to_run(self, microbatch: MicroBatch, form: Form) -> bool:
         """Whether forward was seen to make the targets of such batches in no other way."""
         key = _key_of(microbatch, form)[1]
         return self._programs.get(key, []) is None
 
 
-def _key_of(microbatch: MicroBatch, form: object) -> tuple[list[Any], Hashable]:
+def _key_of(microbatch: MicroBatch, form: Form) -> tuple[list[Any], Hashable]:
     """Return the leaves of a batch, and what tells it from batches of other forms."""
     leaves, spec = pytree.tree_flatten(microbatch)
     return leaves, (form, spec, *map(functools.partial(_kind, leaves), leaves))
@@ -141,6 +156,27 @@ def run_counting(
         ) from error
     finally:
         staging.run = None
+
+
+def check_known(counts: Sequence[Tensor], by: str) -> None:
+    """Raise if targets are made from what blocks compute, which runs that count do not have.
+
+    Raises:
+        ValueError: If so; ``by`` is who needs counts before anything is computed.
+    """
+    if not all(map(is_known, counts)):
+        raise ValueError(
+            f"{by} needs to know how many targets a loss counts, or what else it divides by, "
+            "before any part of the batch is differentiated, and here they are made from what "
+            "the model computes. Make them from the batch, as a call of the model under "
+            "torch.no_grad() before the step does, or use pipeline_parallel.size 1 and "
+            "batch.gradient_accumulation 1"
+        )
+
+
+def is_known(count: Tensor) -> bool:
+    """Whether a count is of a batch, and of nothing that modules compute."""
+    return not isinstance(count, Placeholder) and not count.is_meta
 
 
 def summed_counts(found: Sequence[Sequence[Tensor]], *, otherwise: str) -> list[Tensor]:

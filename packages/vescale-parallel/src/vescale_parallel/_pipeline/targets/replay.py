@@ -13,14 +13,16 @@ counter in Python) is not seen; the pass that trains counts as well, and a diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vescale_parallel._loss.sum_ratios import SumRatios
 from vescale_parallel._loss.token_mean import TokenCounts, TokenMean, token_mean_of
+from vescale_parallel._loss.totals import Total
 from vescale_parallel._model.shape_questions import SHAPE_QUESTIONS
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._trace.generators import generator_state
@@ -79,16 +81,52 @@ class _Call:
 
 
 @dataclass(frozen=True)
+class _Targets:
+    """Places of the targets and weights of a mean, and the target that does not count."""
+
+    target: int
+    weight: int | None
+    ignored: int
+
+    @property
+    def needs(self) -> set[int]:
+        return {self.target} if self.weight is None else {self.target, self.weight}
+
+    def count(self, values: Mapping[int, Tensor]) -> Tensor:
+        target = values[self.target]
+        weight = None if self.weight is None else values[self.weight]
+        return TokenMean(target, target, weight, ignore_index=self.ignored).counted()
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Place of what sums to a divisor, and how many items that is the mean of, or 1."""
+
+    place: int
+    num_items: int
+
+    @property
+    def needs(self) -> set[int]:
+        return {self.place}
+
+    def count(self, values: Mapping[int, Tensor]) -> Tensor:
+        return values[self.place].sum(dtype=torch.float64) * self.num_items
+
+
+_Counted = _Targets | _Sum
+
+
+@dataclass(frozen=True)
 class CountProgram:
     """Computes what token means count.
 
     Attributes:
         calls: In order.
-        means: Places of the targets and weights, and the target that does not count.
+        means: What is counted, in order.
     """
 
     calls: Sequence[_Call]
-    means: Sequence[tuple[int, int | None, int]]
+    means: Sequence[_Counted]
 
     def counts(self, given: Sequence[Tensor]) -> list[Tensor] | None:
         """Return the counts for the tensors of a batch, None if they have to be seen again."""
@@ -96,15 +134,7 @@ class CountProgram:
         with torch.no_grad():
             if not all(call.again(values) for call in self.calls):
                 return None
-            return [
-                TokenMean(
-                    values[target],
-                    target=values[target],
-                    weight=None if weight is None else values[weight],
-                    ignore_index=ignored,
-                ).counted()
-                for target, weight, ignored in self.means
-            ]
+            return [mean.count(values) for mean in self.means]
 
 
 class CountRecorder(TokenCounts):
@@ -114,8 +144,8 @@ class CountRecorder(TokenCounts):
         refusal: Why they cannot be made without running forward; None if they can.
     """
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
-        super().__init__()
+    def __init__(self, given: Sequence[Tensor], ratios: SumRatios | None = None) -> None:
+        super().__init__(ratios)
         self.refusal: str | None = None
         if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in given):
             self.refusal = "tensors of inference mode do not tell of writes"
@@ -126,7 +156,7 @@ class CountRecorder(TokenCounts):
         self._versions = [tensor._version for tensor in given]
         self._num_given = len(given)
         self._calls: list[_Call] = []
-        self._means: list[tuple[int, int | None, int]] = []
+        self._means: list[_Counted] = []
         self._writes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -143,7 +173,7 @@ class CountRecorder(TokenCounts):
         known = None not in places
         self._look_for_writes(known=False)
         before = generator_state() if known else None
-        result = func(*args, **given)
+        result = super().__torch_function__(func, types, args, given)
         found = _tensors_in(result)
         is_question = bool(tensors) and not found and func not in SHAPE_QUESTIONS
         is_answered = isinstance(result, bool | int | float)
@@ -168,7 +198,7 @@ class CountRecorder(TokenCounts):
         calls = self._calls
         if not self._writes:
             calls = self._without_constants(calls)
-            calls = _needed(calls, {x for mean in self._means for x in mean[:2] if x is not None})
+            calls = _needed(calls, {x for mean in self._means for x in mean.needs})
         if any(call.draws for call in calls):
             self.refusal = "targets are drawn"
         return None if self.refusal else CountProgram(calls, self._means)
@@ -206,13 +236,21 @@ class CountRecorder(TokenCounts):
             self.refusal = "forward writes to the batch"
         self._writes, self._versions = True, now
 
+    def note_sum(self, divisor: Total) -> None:
+        super().note_sum(divisor)
+        place = self._place(divisor.value)
+        if place is None:
+            self.refusal = "what divides a sum is not made from the batch alone"
+        else:
+            self._means.append(_Sum(place, divisor.num_items))
+
     def _note_mean(self, mean: TokenMean) -> None:
         target = self._place(mean.target)
         weight = None if mean.weight is None else self._place(mean.weight)
         if target is None or (weight is None and mean.weight is not None):
             self.refusal = "targets are not made from the batch alone"
         else:
-            self._means.append((target, weight, mean.ignore_index))
+            self._means.append(_Targets(target, weight, mean.ignore_index))
 
 
 def _needed(calls: Sequence[_Call], wanted: set[int]) -> list[_Call]:

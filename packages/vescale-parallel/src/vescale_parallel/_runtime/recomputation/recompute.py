@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_parallel._data_parallel.block_hooks import ready_to_run_again
-from vescale_parallel._loss.token_mean import means_as_now
 from vescale_parallel._model.buffers import Buffers, BuffersBefore
 from vescale_parallel._model.copies import snapshot
 from vescale_parallel._model.several_runs.attributes import Attributes
@@ -89,7 +88,6 @@ def _run(
     held, attributes_before = buffers.now(form), attributes.now()
     ran: list[Around] = []
     draws = PythonAndNumpy()
-    means = means_as_now()
     # Not by checkpoint's context_fn: of both runs they have to be within what draws numbers.
     first, second = contexts()
 
@@ -104,7 +102,7 @@ def _run(
         ready_to_run_again(block)
         args, kwargs = snapshot(before)
         back = held.back(), attributes_before.back(attributes)
-        with ran[0](), means(), back[0], back[1], draws.again(), second:
+        with ran[0](), back[0], back[1], draws.again(), second:
             return forward(*args, **kwargs)
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
