@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from vescale_testing import World
 
-from .programs import DATA, Run, right
+from .programs import DATA, WIDTH as BLOCK_WIDTH, Block, Run, right
 
 ROWS, TOKENS, WIDTH = 8, 5, 4
 # All rows of the first batch are full: nothing is to be seen there.
@@ -67,3 +67,39 @@ def test_rows_that_were_all_full_at_first_are_counted_later(
     world2: World, loss: str, plan: str
 ) -> None:
     right(world2, functools.partial(trained, loss), DATA[plan])
+
+
+class Detector(nn.Module):
+    """Weighs what is there by how often it is, in classes or pixels that mostly are empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        x, is_there = batch["x"], (batch["there"] != 0).double()
+        for block in self.blocks:
+            x = block(x)
+        ratio = (1 - is_there).sum() / is_there.sum().clamp(min=1)
+        return F.binary_cross_entropy_with_logits(x, is_there, pos_weight=ratio)
+
+
+def detected(dtype: torch.dtype, run: Run) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def batch(*, is_empty: bool) -> dict[str, Tensor]:
+        x = torch.randn(ROWS, BLOCK_WIDTH, generator=generator, dtype=torch.float64)
+        chances = torch.rand(ROWS, BLOCK_WIDTH, generator=generator)
+        there = chances ** torch.arange(1, ROWS + 1)[:, None]
+        return {"x": x, "there": ((there > 0.5) & (not is_empty)).to(dtype)}
+
+    run.train(Detector(), given=[batch(is_empty=True), *(batch(is_empty=False) for _ in range(2))])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["dp", "zero3"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=["float", "int"])
+def test_labels_of_which_the_first_batch_has_none_are_counted_later(
+    world2: World, dtype: torch.dtype, plan: str
+) -> None:
+    right(world2, functools.partial(detected, dtype), DATA[plan])

@@ -82,7 +82,8 @@ def in_chunks(losses: Tensor, mask: Tensor) -> Tensor:
         total = total + (some * chosen).sum()
         count += chosen.sum()
     total += 0.1 * (losses * mask).square().sum()
-    return total / count
+    total /= count
+    return total
 
 
 KINDS: list[Losses] = [

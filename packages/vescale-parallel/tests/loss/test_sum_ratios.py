@@ -22,6 +22,12 @@ def summed_in_place(x: Tensor, mask: Tensor) -> Tensor:
     return total / count
 
 
+def divided_in_place(x: Tensor, mask: Tensor) -> Tensor:
+    loss = (x * mask).sum()
+    loss /= mask.sum()
+    return loss
+
+
 LOSSES: dict[str, Loss] = {
     "masked": lambda x, m: (x * m).sum() / m.sum(),
     "functions": lambda x, m: torch.div(torch.sum(x * m), torch.sum(m)),
@@ -40,7 +46,9 @@ LOSSES: dict[str, Loss] = {
     "picked by a function": lambda x, m: torch.masked_select(x, m > 0).square().mean(),
     "loss of picked": lambda x, m: F.l1_loss(x[m > 0], m[m > 0]),
     "picked rows": lambda x, m: F.mse_loss(x[m[:, 0] > 0], m[m[:, 0] > 0], reduction="mean"),
-    "in place": summed_in_place,
+    "sums in place": summed_in_place,
+    "divided in place": divided_in_place,
+    "weights in place": lambda x, m: (x * m.clone().div_(m.sum())).sum(),
 }
 # Two of the three parts have none that counts.
 MASK = torch.tensor([[2.0, 0, 1], [1, 3, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]])

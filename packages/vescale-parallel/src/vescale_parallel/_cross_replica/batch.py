@@ -345,8 +345,8 @@ def _refused_regions(coupling: RowCoupling, in_parts_by: str, num_parts: int) ->
         f"in {num_parts} micro-batches, one after the other. Use pipeline_parallel.size 1 and "
         "batch.gradient_accumulation 1, under which data-parallel ranks compute that code over "
         "the whole batch, or a loss that is a mean over rows (F.cross_entropy counts the "
-        "targets of all micro-batches, and outside of blocks a tensor that sums divides by what "
-        f"all have, (loss * mask).sum() / mask.sum()){of_loop if in_parts_by == 'a pipeline' else ''}"
+        "targets of all micro-batches; so does, outside of blocks, what divides in "
+        "(loss * mask).sum() / mask.sum())" + (of_loop if in_parts_by == "a pipeline" else "")
     )
 
 

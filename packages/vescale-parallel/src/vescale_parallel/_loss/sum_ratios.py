@@ -32,7 +32,6 @@ _PLAIN_SUMS = {"sum", "nansum", "count_nonzero"}
 _PRODUCT_SUMS = {"dot", "vdot", "inner", "einsum", "matmul", "__matmul__", "__rmatmul__"}
 _SUMS = _PLAIN_SUMS | _PRODUCT_SUMS
 _PICKING = {"__getitem__", "masked_select"}
-_IN_PLACE = {"div_", "__itruediv__"}
 _ADD_IN_PLACE = {"add_", "__iadd__", "sub_", "__isub__"}
 # Means over all elements of what they are given, unless a reduction says otherwise.
 _MEAN_LOSSES = {
@@ -144,6 +143,8 @@ class SumRatios:
             self._constants.pop(id(result), None)
             if before is not None:
                 self._made(func, [before, *args[1:]], kwargs, result)
+            if isinstance(self._latest, Share):
+                self._shares[id(result)] = result
         elif result.dim():
             self._note_rows(getattr(func, "__name__", ""), args, tensors, result)
         else:
@@ -156,7 +157,7 @@ class SumRatios:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Counted | None:
-        if name in QUOTIENTS and name not in _IN_PLACE and len(args) == 2 and not kwargs:
+        if name in QUOTIENTS and len(args) == 2 and not kwargs:
             return self._divided(func, *args)
         if not args or not isinstance(args[0], Tensor):
             return None

@@ -13,6 +13,8 @@ from .scalar_functions import ADD, KEEP, PRODUCTS, QUOTIENTS, is_plain_number
 
 Kind = Literal["sum", "mean", "other"]
 
+_IN_PLACE = {"div_", "__itruediv__"}
+
 
 @dataclass(frozen=True, eq=False)
 class Total:
@@ -93,8 +95,10 @@ class Ratio:
         return self.bottom.sums()
 
     def result(self, counts: Mapping[Total, Tensor], num_parts: float) -> Tensor:
-        """Return what averages over parts to that of all rows."""
-        top = self.top * (num_parts if self.kind == "sum" else 1)
+        """Return what averages over parts to that of all rows; it may be written in place."""
+        parts = num_parts if self.kind == "sum" else 1
+        is_in_place = getattr(self.func, "__name__", "") in _IN_PLACE
+        top = self.top.mul_(parts) if is_in_place else self.top * parts
         return self.func(top, self.bottom.of_all_parts(counts, num_parts))
 
 

@@ -145,6 +145,9 @@ def explain_gradients(error: Exception, params: Iterable[ShardedParameter]) -> N
         ) from error
 
 
+_MOST_NAMED = 4
+
+
 def read_in(tensor: Tensor, params: Sequence[ShardedParameter]) -> str:
     """Return which of the parameters a tensor was computed from, as far as autograd knows."""
     names = {id(param.sharded): param.fqns[0] for param in params}
@@ -160,5 +163,6 @@ def read_in(tensor: Tensor, params: Sequence[ShardedParameter]) -> str:
         found += [] if name is None else [repr(name)]
         todo += [following for following, _ in node.next_functions]
     if found:
-        return " and ".join(sorted(found))
+        more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+        return " and ".join(sorted(found)[:_MOST_NAMED]) + more
     return f"a parameter of a block, one of {[param.fqns[0] for param in params]}"

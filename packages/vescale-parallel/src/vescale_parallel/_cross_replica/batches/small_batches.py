@@ -125,7 +125,8 @@ class Extremes:
     def fill(self, rows: Tensor) -> None:
         """Give the first half of rows the least integer, the second half the largest.
 
-        And one floating-point number of each, if all have the same.
+        And numbers that differ, if all are the same: weights that are still 1, targets of which
+        none is there yet.
         """
         if rows.is_complex() or not rows.numel():
             return
@@ -135,6 +136,8 @@ class Extremes:
         if rows.dtype == torch.bool and rows.dim() == 1 and least == largest:
             rows[0] = ~rows[0]  # one row is left out, no half of them
             return
+        if rows.dim() > 1 and least == largest == 0:
+            return _mark_some(rows)
         # A mask that keeps all stays one. One number a row is a label, and no mask.
         is_label = rows.dim() == 1 and rows.dtype != torch.bool
         if least == largest and (is_label or not _is_mask(rows)):
@@ -145,11 +148,20 @@ class Extremes:
 
 
 def _tell_apart(rows: Tensor) -> None:
-    """Give halves of rows another number each if all have one, as weights that are still 1 do."""
+    """Give halves of rows other numbers if all have one."""
     first, half = rows.flatten()[0], len(rows) // 2
-    if rows.numel() == len(rows) and bool((rows == first).all()):
+    if not bool((rows == first).all()):
+        return
+    if rows.numel() == len(rows):
         rows[half:] = first + (first == 0)
         rows[:half] = first / 2
+    elif first == 0:
+        _mark_some(rows)
+
+
+def _mark_some(rows: Tensor) -> None:
+    """Put a 1 into zeros, at the end of a row of the second half: most are as they were."""
+    rows[-1].view(-1)[-1] = 1
 
 
 def extremes_of(model: nn.Module) -> Iterable[Extremes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -76,14 +77,12 @@ class Trial:
 
         A loss without a single target that counts, for example, may be computed otherwise.
         """
-        batches = (
-            (NUM_ROWS, some_rows(given, num_rows, uneven=False, alike=kind, dims=dims))
-            for kind in extremes_of(self.subject)
-        )
-        try:
-            return self.coupling(batches, dims)
-        except (CannotRunError, NoNumbersError):
-            return NOWHERE  # such rows need not fit the model
+        for kind in extremes_of(self.subject):
+            rows = some_rows(given, num_rows, uneven=False, alike=kind, dims=dims)
+            # Such rows need not fit the model.
+            with contextlib.suppress(CannotRunError, NoNumbersError):
+                return self.coupling([(NUM_ROWS, rows)], dims)
+        return NOWHERE
 
     def without_batch_statistics(self) -> set[str]:
         """Have batch norms normalize each row by itself, by running statistics; name them."""
