@@ -101,10 +101,10 @@ def by_each(losses: Tensor, labels: Tensor) -> Tensor:
 
 
 class OfClasses(Weighted):
-    """Has several labels of each row: classes, pixels, words."""
+    """Has several labels of each row, as weights: of classes, pixels, words."""
 
-    def forward(self, x: Tensor, labels: Tensor, y: Tensor) -> Tensor:
-        return self.loss((self.layer(x) - y).square().mean(-1), labels)
+    def forward(self, x: Tensor, weights: Tensor, y: Tensor) -> Tensor:
+        return self.loss((self.layer(x) - y).square().mean(-1), weights)
 
 
 NONE_THERE = {
