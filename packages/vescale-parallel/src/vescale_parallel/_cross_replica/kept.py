@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -119,6 +119,17 @@ def settle_attributes(module: nn.Module) -> None:
                 value[place] = _settled(value[place])
         elif isinstance(value, DTensor):
             vars(module)[name] = _settled(value)
+
+
+def settle_buffers(module: nn.Module, plain: Callable[[Tensor], Tensor]) -> None:
+    """Keep what code over all rows has assigned to buffers as the plain tensors that they were.
+
+    Those of parts of the module too: their own code may run on a rank's rows, and read them there.
+    """
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and (made := plain(buffer)) is not buffer:
+                part._buffers[name] = made
 
 
 def _settled(x: Any) -> Any:

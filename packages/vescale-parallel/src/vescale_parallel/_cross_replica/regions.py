@@ -32,7 +32,7 @@ from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlai
 from vescale_parallel._torch_private import current_function_mode, is_transformed, pytree
 
 from .borders import NOWHERE, TRANSFORMED, RowCoupling, Rows
-from .kept import settle_attributes
+from .kept import settle_attributes, settle_buffers
 from .row_converter import (
     EMBEDDINGS,
     RowConverter,
@@ -181,7 +181,7 @@ class RowRegions:
             if self._is_inside or self._converter.is_any_whole((args, kwargs)):
                 with contextlib.nullcontext() if self._is_inside else self._inside():
                     output = forward(*args, **kwargs)
-                    _settle_buffers(module)
+                    settle_buffers(module, self._converter.as_values)
                     return output
             rows = self.coupling.rows_of_module(fqn, (args, kwargs))
             if rows is None:
@@ -196,7 +196,7 @@ class RowRegions:
             args, kwargs = self._converter.to_rows((args, kwargs), rows.inputs)
             with self._inside():
                 output = forward(*args, **kwargs)
-                _settle_buffers(module)
+                settle_buffers(module, self._converter.as_values)
                 return self._converter.to_parts(output, rows.outputs, is_model=not fqn)
 
         return run
@@ -225,6 +225,7 @@ class RowRegions:
         if left is None:
             return None
         given, whole = left
+        settle_buffers(module, self._converter.as_held)
         if self._is_inside:
             self._mode.pause()
         self._left.append((module, whole, self._is_inside))
@@ -387,11 +388,3 @@ def _as_array(func: Any, tensor: DTensor, *args: Any, **named: Any) -> Any:
     array = of_whole(tensor.full_tensor(), *args, **named)
     array.flags.writeable = False
     return array
-
-
-def _settle_buffers(module: nn.Module) -> None:
-    """Keep what a region has assigned to a buffer as the plain tensor that it was."""
-    for name, buffer in module.named_buffers(recurse=False):
-        if isinstance(buffer, DTensor):
-            with torch.no_grad():
-                module._buffers[name] = buffer.full_tensor()

@@ -108,6 +108,17 @@ class RowConverter:
         """Return a tensor that all ranks hold as a distributed one."""
         return self._whole(tensor, None)
 
+    def as_held(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the whole batch as the plain one that every rank holds whole."""
+        return self._part(tensor, None, is_model=False) if self._is_whole(tensor) else tensor
+
+    def as_values(self, tensor: Tensor) -> Tensor:
+        """Return the same without a gradient."""
+        if not self._is_whole(tensor):
+            return tensor
+        with torch.no_grad():
+            return tensor.full_tensor()
+
     def _is_whole(self, x: object) -> TypeGuard[DTensor]:
         return is_on(x, self._mesh)
 
