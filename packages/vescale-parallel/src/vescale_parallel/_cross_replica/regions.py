@@ -197,6 +197,7 @@ class RowRegions:
             with self._inside():
                 output = forward(*args, **kwargs)
                 settle_buffers(module, self._converter.as_values)
+                output = self._converter.rows_made_inside(output, rows.outputs)
                 return self._converter.to_parts(output, rows.outputs, is_model=not fqn)
 
         return run
@@ -246,7 +247,8 @@ class RowRegions:
         rows = self.coupling.rows_of_module(fqn, tree)
         if rows is None or self.coupling.is_region(fqn):
             return None
-        tree = self._converter.rows_made_inside(tree, rows.inputs)
+        if self._converter.is_any_whole(tree):
+            tree = self._converter.rows_made_inside(tree, rows.inputs)
         if not self._converter.divides(tree, rows.inputs):
             return None  # what a mask has picked
         return (

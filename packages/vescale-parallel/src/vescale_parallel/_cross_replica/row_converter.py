@@ -57,10 +57,11 @@ class RowConverter:
     def rows_made_inside(self, tree: Any, rows: Sequence[Output]) -> Any:
         """Return rows that code on the whole batch made of parameters alone as distributed ones.
 
-        ``queries.expand(len(x), -1, -1)``: as many as the whole batch has, on every rank.
+        ``queries.expand(len(x), -1, -1)``, or the same log-determinant for every row: as many as
+        the whole batch has, on every rank.
         """
         leaves, spec = pytree.tree_flatten(tree)
-        if len(rows) != len(leaves) or not self.is_any_whole(tree):
+        if len(rows) != len(leaves):
             return tree
         made = [
             self.replicated(x) if isinstance(x, Tensor) and isinstance(where, Rows) else x
