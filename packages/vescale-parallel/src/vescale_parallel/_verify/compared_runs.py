@@ -331,6 +331,11 @@ def run_once(module: nn.Module, given: Given, *, with_chance: bool = False) -> R
         [x.detach() if isinstance(x, Tensor) else None for x in leaves],
         floats,
         [x.grad if isinstance(x, Tensor) else None for x in inputs],
-        {name: p.grad for name, p in module.named_parameters()},
+        {name: _dense(p.grad) for name, p in module.named_parameters()},
         side_effects,
     )
+
+
+def _dense(grad: Tensor | None) -> Tensor | None:
+    """Return a gradient of ``nn.Embedding(sparse=True)``, say, as the dense one that it means."""
+    return grad.to_dense() if grad is not None and grad.is_sparse else grad
