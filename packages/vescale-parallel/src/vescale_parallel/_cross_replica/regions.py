@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from vescale_dtensor import DTensor
 from vescale_parallel._model.code import writes_to_first
+from vescale_parallel._model.copies import is_of_module
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
 from vescale_parallel._torch_private import current_function_mode, is_transformed, pytree
 
@@ -124,6 +125,7 @@ class RowRegions:
         """Have modules compute over all rows where a check has found that they need them."""
         names = coupling.names([name for name, _ in model.named_modules()])
         self.prepare(model, names)
+        within = {id(each) for each in model.modules()}
         self._own.update(map(id, model.parameters()))
         for fqn in {*names, *self._by_row}:
             if fqn in self._hooked or self._is_in_list(fqn):
@@ -133,6 +135,10 @@ class RowRegions:
             leave = functools.partial(self._leave, fqn)
             module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._return, always_call=True, with_kwargs=True)
+            # The model's own hooks are code of what calls the module: they get all rows, as that.
+            for key in [*module._forward_hooks]:
+                if is_of_module(module._forward_hooks[key], within):
+                    module._forward_hooks[key] = module._forward_hooks.pop(key)
 
     def _is_in_list(self, fqn: str) -> bool:
         """Whether a module is one of experts in a list, of which no row looks at another one.
