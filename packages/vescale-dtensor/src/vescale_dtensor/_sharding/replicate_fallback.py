@@ -51,6 +51,7 @@ def strict() -> Iterator[None]:
 def gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on whole tensors; its results are whole on every rank."""
     call = OpCall(func, args, kwargs)
+    _refuse_collective(call)
     _report(call)
     moved_there = [
         redistributed(distributed(tensor, call), replicated(made.mesh))
@@ -72,6 +73,28 @@ def gathered(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if is_view(func):
         return _views(call, moved_there[0] is call.tensors[0], result)
     return finisher(func, call.mesh)(args, kwargs, result)
+
+
+def _refuse_collective(call: OpCall) -> None:
+    """Raise for torch.distributed's own collectives, which would be of what is whole already.
+
+    Not for a broadcast: what ranks have of one tensor is the same without it.
+    """
+    name = call.func._schema.name
+    if not name.startswith("c10d::") or "broadcast" in name:
+        return
+    layouts = ", ".join(
+        str(made.placements)
+        for made in call.layouts
+        if not all(placement.is_replicate() for placement in made.placements)
+    )
+    if layouts:
+        raise ValueError(
+            f"a collective of torch.distributed ({name}) was given a distributed tensor with "
+            f"placements {layouts}, which is one tensor of all ranks and not what each of them "
+            "has: sums, means and rows are already those of all ranks. Leave the collective out, "
+            "which is there for DistributedDataParallel, often below dist.is_initialized()"
+        )
 
 
 def _views(call: OpCall, shared: bool, result: Any) -> Any:
