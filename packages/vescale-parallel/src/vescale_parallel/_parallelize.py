@@ -320,12 +320,12 @@ def _guards_of_calls(
 ) -> tuple[RowGuard | None, DrawForms | None]:
     """Return what knows, of every form of call, where rows are coupled and what is drawn."""
     exchange = exchange_over(data_groups(mesh))
-    pipelined = plan.pipeline_parallel.size > 1
-    row_guard = None
+    pipelined, row_guard = plan.pipeline_parallel.size > 1, None
     if plan.data_parallel.size * plan.num_microbatches > 1:
         # What a pipeline returns besides its loss is nothing.
-        is_one = plan.data_parallel.size == 1
-        row_guard = RowGuard(model, exchange, losses_only=pipelined, in_one_piece=is_one)
+        is_one, in_parts = plan.data_parallel.size == 1, plan.num_microbatches > 1
+        options = {"losses_only": pipelined, "in_one_piece": is_one, "in_parts": in_parts}
+        row_guard = RowGuard(model, exchange, **options)
     # Stages of a pipeline draw for whole micro-batches, see [Note: draws of a pipeline].
     num_parts = 1 if pipelined else plan.data_parallel.size * plan.num_microbatches
     if num_parts * plan.tensor_parallel.size == 1:

@@ -54,6 +54,7 @@ class RowGuard:
         losses_only: Whether, in training, numbers that have no gradient do not matter.
         in_one_piece: Whether this rank's rows are the batch, if they are not cut: then they do in
             evaluation.
+        in_parts: Whether this rank's rows may run in micro-batches.
 
     Attributes:
         is_rows_first: Whether rows are known to be the first dim of a call's tensors, as of a
@@ -71,8 +72,9 @@ class RowGuard:
         *,
         losses_only: bool = False,
         in_one_piece: bool = True,
+        in_parts: bool = True,
     ) -> None:
-        self._in_one_piece = in_one_piece
+        self._in_one_piece, self._in_parts = in_one_piece, in_parts
         self._exchange, self._losses_only = exchange, losses_only
         self._skips_numbers = losses_only
         self._forms, self._flags = CallForms(model), ChangedFlags(model)
@@ -156,7 +158,7 @@ class RowGuard:
             listed=dims_of_lists(*given)
             if known_rows and known_rows == rows_in_lists(*given)
             else (),
-            blocks=self._blocks,
+            blocks=self._blocks if self._in_parts else None,
         )
 
     def key(

@@ -69,7 +69,7 @@ def row_coupling(
     losses_only: bool = False,
     bounds: GivenBounds = NO_BOUNDS,
     in_lists: bool = False,
-    blocks: frozenset[str] = frozenset(),
+    blocks: frozenset[str] | None = None,
 ) -> RowCoupling:
     """Return where rows depend on each other in a call of a model.
 
@@ -83,14 +83,15 @@ def row_coupling(
         GradientsDifferError: If its gradients differ though its results do not.
     """
     about: Callable[..., Found] = functools.partial(
-        Found, losses_only, num_rows, bounds, in_lists=in_lists, blocks=blocks
+        Found, losses_only, num_rows, bounds, in_lists=in_lists, blocks=blocks or frozenset()
     )
     found = _found(model, whole, halves, about())
     coupling = found.coupling(whole, halves)
-    if not (found.may_add or (found.regions and found.divides)):
+    divides = blocks is not None and bool(found.regions) and found.divides
+    if not (found.may_add or divides):
         return coupling
     try:
-        again = about(added=found.may_add, counts_ratios=found.divides)
+        again = about(added=found.may_add, counts_ratios=divides)
         apart = _found(model, whole, halves, again)
     except GradientsDifferError:  # then it does not help that they are counted
         apart = _found(model, whole, halves, about(added=found.may_add))

@@ -89,7 +89,7 @@ class TokenMeans(TorchFunctionMode):
 
     def leave(self, block: nn.Module) -> None:
         """Cost nothing while a block runs; :meth:`of_kernel` hears of what it computes."""
-        self._block = self._block or block
+        self._block = block if self._block is None else self._block
         if self._left_at is None and current_function_mode() is self:
             super().__exit__(None, None, None)
             self._left_at = block
@@ -104,8 +104,9 @@ class TokenMeans(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
         ratios = self._ratios
+        is_outside = self._block is None and not self._is_covered
         # What is compiled is in blocks.
-        if ratios is None or self._block or self._is_covered or torch.compiler.is_compiling():
+        if ratios is None or not is_outside or torch.compiler.is_compiling():
             return self._of_targets(func, args, given)
         before = ratios.num_seen
         counted = ratios.counted(func, args, given)

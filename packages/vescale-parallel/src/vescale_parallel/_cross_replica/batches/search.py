@@ -68,7 +68,7 @@ class RowSearch:
         skips_numbers: Whether they do not in this call.
         filled: Returns what blocks filled in the trial that made the subject.
         listed: Which leaves are of one row each, if lists have something for every row.
-        blocks: Blocks of the model, as patterns.
+        blocks: Blocks of the model, as patterns; None where nothing runs in micro-batches.
     """
 
     model: nn.Module
@@ -79,7 +79,7 @@ class RowSearch:
     skips_numbers: bool
     filled: Callable[[], Collection[str]]
     listed: RowDims = ()
-    blocks: frozenset[str] = frozenset()
+    blocks: frozenset[str] | None = None
 
     def seen(self, form: str, *, in_groups: bool = False) -> Seen:
         """Return what is seen if rows are where shapes say."""

@@ -34,14 +34,14 @@ class Trial:
         is_scaled_down: Whether it has fewer layers than the real one, and a smaller vocabulary.
         skips_numbers: Whether numbers that it returns without a gradient do not matter.
         in_lists: Whether lists have something for every row; see [Note: rows in lists].
-        blocks: Blocks of the model, as patterns.
+        blocks: Blocks of the model, as patterns; None where nothing runs in micro-batches.
     """
 
     subject: nn.Module
     is_scaled_down: bool
     skips_numbers: bool
     in_lists: bool = False
-    blocks: frozenset[str] = frozenset()
+    blocks: frozenset[str] | None = None
 
     def coupling(self, batches: Iterable[tuple[int, list[Given]]], dims: RowDims) -> RowCoupling:
         """Return what the first batch shows that the model runs on, each with both halves.
