@@ -231,7 +231,7 @@ def run_module(
         return counts[index]
 
     token_means = TokenMeans(NUM_PARTS // num_of_parts, count, ratios)
-    means = MeanTracker(token_means.means, (call.args, call.kwargs))
+    means = MeanTracker(token_means.means, (call.args, call.kwargs), subject.buffers())
     run = Run(Call(*_copied((call.args, call.kwargs))), means)
     _record_calls(subject, fqn, run, script)
     if ratios is not None:

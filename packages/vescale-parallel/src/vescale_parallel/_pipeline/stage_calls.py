@@ -41,6 +41,7 @@ class StageCalls:
         settings: Returns what is in configurations of modules.
         write_settings: Writes into them.
         are_counted: Of the call that runs; see :class:`.SumRatios`.
+        knows_rows: Whether it was checked that its losses are means over rows.
     """
 
     staging: Staging
@@ -54,6 +55,7 @@ class StageCalls:
     settings: Callable[[], Settings] = dict
     write_settings: Callable[[Settings], None] = lambda settings: None
     are_counted: Sequence[bool] = ()
+    knows_rows: bool = False
     _forms_seen: dict[object, SeenCall] = field(default_factory=dict[object, SeenCall])
     _checked_loss: bool = False
 
@@ -158,7 +160,7 @@ class StageCalls:
             Placeholder.usable = was_usable
         run.check_complete(self.staging.blocks)
         means.check_complete()
-        if loss_of is not None and not self._checked_loss:
+        if loss_of is not None and not (self._checked_loss or self.knows_rows):
             self._checked_loss = True
             means.warn_of_sums(loss_of(output))
         return output

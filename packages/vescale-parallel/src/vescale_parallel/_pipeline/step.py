@@ -87,10 +87,13 @@ class PipelineStep:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         coupling: RowCoupling | None = None,
+        *,
+        knows_rows: bool = False,
     ) -> Any:
         """Run one step on this rank's batch. Every rank must call this.
 
-        ``forward`` is the model's own call; ``coupling`` is what is known of the rows of it.
+        ``forward`` is the model's own call; ``coupling`` is what is known of the rows of it, and
+        ``knows_rows`` whether it was checked that losses are means over them.
 
         Returns:
             The module's output with a tensor for each scalar. Other tensors are as the plan's
@@ -103,7 +106,7 @@ class PipelineStep:
         placement = pipeline.plan.pipeline_parallel.placement
         send_tied_weights(self._params, pipeline.group_of("F"), placement)
         form = (self._forms.form(args, kwargs), self._model.training, coupling.ratios)
-        pipeline.calls.are_counted = coupling.ratios
+        pipeline.calls.are_counted, pipeline.calls.knows_rows = coupling.ratios, knows_rows
         pipeline.trained = tuple(param.sharded.requires_grad for param in self._params)
         with self._buffers.call(forward, form) as forward:
             call = forward, args, kwargs, rows, returned_rows(coupling, args, kwargs)

@@ -121,6 +121,8 @@ class AccumulatedStep:
         rows: Sequence[Rows | None] | None,
         check: Callable[[Any], None],
         are_counted: Sequence[bool] = (),
+        *,
+        knows_rows: bool = False,
     ) -> Any:
         """Run forward and backward on this rank's batch. Every rank must call this.
 
@@ -131,6 +133,7 @@ class AccumulatedStep:
             rows: Where the rows are in every leaf of these; None if that is not known.
             check: Raises for an output of a micro-batch that is no result of this rank.
             are_counted: See :class:`.SumRatios`.
+            knows_rows: Whether it was checked that losses are means over rows.
 
         Returns:
             The module's output with a tensor for each scalar and :class:`NotReturned` for other
@@ -141,6 +144,7 @@ class AccumulatedStep:
             args, kwargs, count, rows, asked_by="batch.gradient_accumulation"
         )
         self._are_counted = are_counted
+        self._checked_loss |= knows_rows
         with self.buffers.call(forward) as forward:
             local = self._local_counts(forward, microbatches)
             self._seen.expect(local)

@@ -169,19 +169,20 @@ class Engine:
                 if coupling.regions:
                     self.parameters.rows_are_coupled = True
                 self.parameters.writes.is_known = coupling.is_written if coupling.written else None
-                num_rows = coupling.num_rows(args, kwargs)
+                num_rows, knows_rows = coupling.num_rows(args, kwargs), self.rows.is_checked
                 self.compared.beside.num_rows = num_rows
                 rows = coupling.rows_of(args, kwargs, to_cut=bool(self._parts_by()))
                 self.rng.are_rows_uneven = may_be_uneven(rows, self.data_ranks.num_parts)
                 self.compared.drawn.see(args, kwargs, rows)
                 if self.pipeline is not None:
                     with self.rng.of_call(model, args, kwargs, num_rows):
-                        output = self.pipeline.run(forward, args, kwargs, coupling)
+                        output = self.pipeline.run(
+                            forward, args, kwargs, coupling, knows_rows=knows_rows
+                        )
                     return self._differentiable(output)
                 if self.accumulation is not None and torch.is_grad_enabled():
-                    return self.accumulation.run(
-                        forward, args, kwargs, rows, self._check_plain, coupling.ratios
-                    )
+                    run = functools.partial(self.accumulation.run, knows_rows=knows_rows)
+                    return run(forward, args, kwargs, rows, self._check_plain, coupling.ratios)
                 ends = self._ends_of_call()
                 forward = ends.with_inputs(forward, args, kwargs)
                 with self.rng.of_call(model, args, kwargs, num_rows):

@@ -24,6 +24,7 @@ from .lengths import IndexedLengths
 LOSSES = ("MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMargin")
 # Those whose mean is not over all: over targets that count.
 _SUMMED = (*LOSSES, "NllLoss", "MultiMargin", "MultilabelMargin")
+_PRODUCT_SUMS = {"dot", "vdot", "inner", "einsum"}
 _SUM_REDUCTION = 2  # at::Reduction::Sum
 
 
@@ -48,7 +49,8 @@ class DividedSums:
             return False
         sums = [x for x in tensors if id(x) in self._divisors]
         if not sums:
-            lengths = _summed_lengths(made.grad_fn)
+            is_product = name in _PRODUCT_SUMS and any(x.dim() for x in tensors)
+            lengths = tensors[0].shape if is_product else _summed_lengths(made.grad_fn)
             if lengths is not None:
                 self._take(made, _products(lengths))
             return False

@@ -10,7 +10,7 @@ items, a product or quotient of two means is that only for some data, so it does
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,11 @@ from .lengths import IndexedLengths
 
 _SCALE = PRODUCTS | QUOTIENTS
 _JOINED = {"stack", "cat", "concat", "concatenate", "hstack"}
+# Of a vector of means.
+_REDUCED = {"sum", "mean"}
+_CONTRACTED = {"dot", "matmul", "__matmul__", "__rmatmul__"}
+# What divide by how many rows there are; F.cross_entropy with probabilities does, too.
+_OVER_ROWS = {F.multi_margin_loss, F.multilabel_margin_loss}
 
 # Backward nodes of means over all elements.
 _MEANS = ("Mean",)
@@ -78,20 +83,23 @@ class MeanTracker(TorchFunctionMode):
     """Tells which scalars are sums of means over rows, while code runs.
 
     ``token_means`` is filled meanwhile with means that count over all parts; ``given`` are the
-    arguments of what runs.
+    arguments of what runs, ``fixed`` tensors that no row changes: buffers.
 
     Attributes:
         counts: Numbers by which code has scaled means, and how many scalars it has put together.
     """
 
-    def __init__(self, token_means: Sequence[Tensor], given: Any = ()) -> None:
+    def __init__(
+        self, token_means: Sequence[Tensor], given: Any = (), fixed: Iterable[Tensor] = ()
+    ) -> None:
         super().__init__()
         self._token_means = token_means
         self.counts: list[float] = []
         self._divides = False
         self._known: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
+        self._vectors: dict[int, Tensor] = {}  # of such scalars
         # Made of parameters alone; and what was, until something else was written to it.
-        self._fixed: dict[int, Tensor] = {}
+        self._fixed = {id(x): x for x in fixed}
         self._written: dict[int, Tensor] = {}
         self._lengths = IndexedLengths()
         self._of_rows = _has_values_in_lists(given)
@@ -147,16 +155,22 @@ class MeanTracker(TorchFunctionMode):
                 self._written[id(result)] = result
         is_divided = self._sums.note(name, args, tensors, result)
         is_divided = is_divided and not self._is_by_values(result.grad_fn)
-        if is_fixed:
+        if is_fixed or (not tensors and self._is_constant()):
             self._fixed[id(result)] = result
+        elif is_linear and result.dim():
+            self._vectors[id(result)] = result
         elif (
             is_divided
             or is_linear
             or self._is_new_mean(result)
-            or self._is_batch_mean(func, kwargs, result)
+            or self._is_batch_mean(func, args, kwargs, result)
         ):
             self.note(result)
         return result
+
+    def _is_constant(self) -> bool:
+        """Whether what is made of no tensor is of no row: Python has not read any."""
+        return not (self._lengths.has_read or self._of_rows)
 
     def _is_fixed(self, value: Tensor) -> bool:
         is_made = isinstance(value, nn.Parameter) or id(value) in self._fixed
@@ -170,9 +184,13 @@ class MeanTracker(TorchFunctionMode):
         node = result.grad_fn
         return node is not None and _is_mean(node, node.name()) and not self._is_by_values(node)
 
-    def _is_batch_mean(self, func: Any, kwargs: Any, result: Tensor) -> bool:
-        """Whether a divergence was divided by its first dim; a run shows if rows are there."""
-        if func is not F.kl_div or (kwargs or {}).get("reduction") != "batchmean":
+    def _is_batch_mean(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> bool:
+        """Whether a loss was divided by its first dim; a run shows if rows are there."""
+        how = (kwargs or {}).get("reduction", "mean")
+        target = args[1] if len(args) > 1 else (kwargs or {}).get("target")
+        is_soft = isinstance(target, Tensor) and target.is_floating_point()
+        is_over_rows = func in _OVER_ROWS or (func is F.cross_entropy and is_soft)
+        if not (how == "mean" and is_over_rows) and not (how == "batchmean" and func is F.kl_div):
             return False
         return result.grad_fn is not None and not self._is_by_values(result.grad_fn)
 
@@ -191,13 +209,21 @@ class MeanTracker(TorchFunctionMode):
         return False
 
     def _is_linear(self, name: str, args: Sequence[Any], tensors: Sequence[Tensor]) -> bool:
-        means = [tensor for tensor in tensors if self.is_mean(tensor)]
-        if not means or not all(self.is_mean(x) or self._is_fixed(x) for x in tensors):
+        """Whether a function makes such scalars, or a vector of them, of such ones."""
+        means = [x for x in tensors if self.is_mean(x) or id(x) in self._vectors]
+        if not means or not all(
+            self.is_mean(x) or id(x) in self._vectors or self._is_fixed(x) for x in tensors
+        ):
             return False
         if name in _SCALE:
             self.counts += [x for x in args if isinstance(x, int | float)]
             return len(means) == 1 and (means[0] is args[0] or name in PRODUCTS)
-        return name in ADD or name in KEEP
+        if name in _REDUCED or name == "__getitem__":
+            is_all = all(x is None or isinstance(x, int | slice) for x in args[1:])
+            return len(tensors) == 1 and is_all
+        if name in _CONTRACTED:
+            return len(means) == 1
+        return name in ADD or name in KEEP or name in _JOINED
 
 
 def _has_values_in_lists(given: Any) -> bool:
