@@ -75,6 +75,77 @@ class Correlated(Hooking):
         return loss + 0.01 * (features.T @ features / len(features)).square().mean()
 
 
+class Tracked(Block):
+    """Tracks the mean of what it returns itself, by a hook on itself."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WIDTH))
+        self.register_forward_hook(self.track)
+
+    def track(self, _: nn.Module, given: tuple[Any, ...], returned: Tensor) -> None:
+        self.center.mul_(0.5).add_(0.5 * returned.detach().mean(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - self.center
+
+
+class OfTracked(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block, self.head = block, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, batch: Batch) -> Tensor:
+        return F.mse_loss(self.head(self.block(batch["x"])), batch["y"])
+
+
+class Whitening(OfTracked):
+    """Replaces what a layer returns by what is left of it without the mean over rows."""
+
+    def __init__(self) -> None:
+        super().__init__(Block())
+        self.block.register_forward_hook(self.whiten, with_kwargs=True)
+
+    def whiten(
+        self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any], returned: Tensor
+    ) -> Tensor:
+        assert len(given) + len(named) == 1
+        return returned - returned.mean(0)
+
+
+class BehindNorm(OfTracked):
+    """Keeps a mean of what a batch norm returns, in which rows meet without the hook."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(Block(), nn.BatchNorm1d(WIDTH), Block()))
+        assert isinstance(self.block, nn.Sequential)
+        self.block[1].register_forward_hook(self.keep)
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def keep(self, _: nn.Module, given: tuple[Any, ...], returned: Tensor) -> None:
+        self.center = 0.5 * self.center + 0.5 * returned.detach().square().exp().mean(0)
+
+
+def tracked(run: Run) -> None:
+    block = Tracked()
+    run.train(OfTracked(block))
+    run.keep(block.center)
+
+
+def whitened(run: Run) -> None:
+    run.train(Whitening())
+
+
+def behind_norm(run: Run) -> None:
+    model = BehindNorm()
+    run.train(model)
+    run.keep(model.center)
+
+
 def centered(run: Run) -> None:
     _train(run, Centering(is_read=True))
 
@@ -96,9 +167,15 @@ def _train(run: Run, model: Centering) -> None:
     run.keep(model.center)
 
 
+PROGRAMS: list[Program] = [
+    *(centered, center_kept, scaled, correlated),
+    *(tracked, whitened, behind_norm),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", DATA)
-@pytest.mark.parametrize("program", [centered, center_kept, scaled, correlated])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_a_hook_of_the_model_gets_the_rows_of_all_ranks(
     world2: World, program: Program, plan: str
 ) -> None:

@@ -131,9 +131,23 @@ class Looked(nn.Module):
         return self.table[(x[:, 0] * 9).long()].square().mean()
 
 
-def test_rows_of_a_parameter_are_as_many_as_numbers() -> None:
+class Propagated(Looked):
+    """Looks up rows of what a graph between them has made of all, as LightGCN does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", (torch.rand(9, 9) > 0.5).float())
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = (self.edges @ self.table + self.table) / 2
+        first, second = table[(x[:, 0] * 9).long()], table[(x[:, 1] * 9).long()]
+        return -F.logsigmoid((first * second).sum(-1)).mean()
+
+
+@pytest.mark.parametrize("make", [Looked, Propagated])
+def test_rows_of_what_has_no_rows_are_as_many_as_numbers(make: type[Looked]) -> None:
     torch.manual_seed(0)
-    model, x = Looked().double(), torch.rand(8, 5, dtype=torch.float64)
+    model, x = make().double(), torch.rand(8, 5, dtype=torch.float64)
     found, _ = RowGuard(model, lambda mine: [mine]).coupling(model, (x,), {})
     assert not found.regions
 

@@ -19,14 +19,13 @@ import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from vescale_dtensor import DTensor
 from vescale_parallel._model.code import writes_to_first
 from vescale_parallel._model.copies import is_of_module
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
@@ -35,26 +34,17 @@ from vescale_parallel._torch_private import current_function_mode, is_transforme
 from .borders import NOWHERE, TRANSFORMED, RowCoupling, Rows
 from .kept import settle_attributes, settle_buffers
 from .row_converter import (
+    AS_ARRAYS,
     EMBEDDINGS,
+    RowByRow,
     RowConverter,
+    as_array,
     bounds_error,
     given_to_embedding,
     is_of_a_part,
     padded,
 )
 from .writes import Parted, loses_gradient, loss_of_gradient, without_graph
-
-
-class RowByRow(Protocol):
-    """How rows are in the tensors of a module that takes and returns any number of them."""
-
-    def rows_of_each(self, tensor: Tensor) -> Tensor:
-        """Return what it takes or returns with the rows on the second of three dims."""
-        ...
-
-    def as_taken(self, rows_ENH: Tensor, num_dims: int) -> Tensor:
-        """Return such rows as it takes them, in as many dims as those of a call if it may."""
-        ...
 
 
 class RowRegions:
@@ -86,6 +76,10 @@ class RowRegions:
         self._mode = _WithRows(self._converter)
         self._wrapped: dict[str, nn.Module] = {}
         self._hooked: set[str] = set()
+        self._model: nn.Module | None = None
+        self._modules = set[int]()
+        # Hooks of regions that ran with them, which are not to run behind them again.
+        self._ran: dict[int, tuple[nn.Module, Any]] = {}
         self._own: set[int] = set()  # parameters of the model, which ZeRO 3 shows as shards
         # Whether a region's own code runs, and the modules that it left to run on parts,
         # innermost last, with what makes their outputs whole, and whether it runs again behind
@@ -125,7 +119,7 @@ class RowRegions:
         """Have modules compute over all rows where a check has found that they need them."""
         names = coupling.names([name for name, _ in model.named_modules()])
         self.prepare(model, names)
-        within = {id(each) for each in model.modules()}
+        self._model, self._modules = model, {id(each) for each in model.modules()}
         self._own.update(map(id, model.parameters()))
         for fqn in {*names, *self._by_row}:
             if fqn in self._hooked or self._is_in_list(fqn):
@@ -137,7 +131,7 @@ class RowRegions:
             module.register_forward_hook(self._return, always_call=True, with_kwargs=True)
             # The model's own hooks are code of what calls the module: they get all rows, as that.
             for key in [*module._forward_hooks]:
-                if is_of_module(module._forward_hooks[key], within):
+                if is_of_module(module._forward_hooks[key], self._modules):
                     module._forward_hooks[key] = module._forward_hooks.pop(key)
 
     def _is_in_list(self, fqn: str) -> bool:
@@ -202,11 +196,24 @@ class RowRegions:
             args, kwargs = self._converter.to_rows((args, kwargs), rows.inputs)
             with self._inside():
                 output = forward(*args, **kwargs)
+                output = self._with_own_hooks(module, args, kwargs, output)
                 settle_buffers(module, self._converter.as_values)
                 output = self._converter.rows_made_inside(output, rows.outputs)
                 return self._converter.to_parts(output, rows.outputs, is_model=not fqn)
 
         return run
+
+    def _with_own_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """Return what own hooks of a region make of all rows: they are code of it."""
+        for key, hook in [*module._forward_hooks.items()]:
+            if is_of_module(hook, self._modules):
+                named = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
+                made = hook(module, args, *named, output)
+                output = output if made is None else made
+                self._ran[key] = module, module._forward_hooks.pop(key)
+        if self._ran and self._model is not None:
+            settle_buffers(self._model, self._converter.as_values)
+        return output
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -279,7 +286,9 @@ class RowRegions:
         return pytree.tree_unflatten(given, spec), whole
 
     def _return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Behind such a module: go on with the whole batch."""
+        """Behind such a module, or a region: go on with the whole batch, and with its hooks."""
+        for key in [key for key, (ran, _) in self._ran.items() if ran is module]:
+            module._forward_hooks[key] = self._ran.pop(key)[1]
         if not self._left or self._left[-1][0] is not module or self._is_inside:
             return None
         _, whole, self._is_inside = self._left.pop()
@@ -333,8 +342,8 @@ class _WithRows(TorchFunctionMode):
             return self._converter.replicated(made) if type(made) is Tensor else made
         if func is torch.autograd.grad:
             return self._gradients(*args, **named)
-        if func in _AS_ARRAYS and self._converter.is_inside(tensors[0]):
-            return _as_array(func, *args, **named)
+        if func in AS_ARRAYS and self._converter.is_inside(tensors[0]):
+            return as_array(func, *args, **named)
         if len(tensors) > 1 and any(map(self._converter.is_inside, tensors)):
             if writes_to_first(func) and loses_gradient(tensors):
                 if not self.parted.take(tensors[0]):
@@ -385,14 +394,3 @@ _OF_A_PART = (
     "an attribute of the module (self.aux_loss = ...) that the model's forward reads"
 )
 _SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]: a descriptor
-
-
-_AS_ARRAYS: Any = (DTensor.numpy, Tensor.__array__)
-
-
-def _as_array(func: Any, tensor: DTensor, *args: Any, **named: Any) -> Any:
-    """Return the values of all rows, for a solver say; nobody may write to the tensor by them."""
-    of_whole = Tensor.numpy if func is DTensor.numpy else func
-    array = of_whole(tensor.full_tensor(), *args, **named)
-    array.flags.writeable = False
-    return array

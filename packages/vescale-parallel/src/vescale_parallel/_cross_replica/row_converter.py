@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,18 @@ from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import is_on
 from vescale_parallel._torch_private import pytree
 
 from .borders import MeanOfParts, Output, Rows
+
+
+class RowByRow(Protocol):
+    """How rows are in the tensors of a module that takes and returns any number of them."""
+
+    def rows_of_each(self, tensor: Tensor) -> Tensor:
+        """Return what it takes or returns with the rows on the second of three dims."""
+        ...
+
+    def as_taken(self, rows_ENH: Tensor, num_dims: int) -> Tensor:
+        """Return such rows as it takes them, in as many dims as those of a call if it may."""
+        ...
 
 
 class RowConverter:
@@ -302,3 +314,14 @@ def padded(
     rows = torch.cat([data, torch.full_like(data[:1], padding)])
     made = rows[places_TN.flatten().to(data.device)].unflatten(0, places_TN.shape)
     return made.transpose(0, 1) if batch_first else made, (places_TN < sum(sizes)).sum(0)
+
+
+AS_ARRAYS: Any = (DTensor.numpy, Tensor.__array__)
+
+
+def as_array(func: Any, tensor: DTensor, *args: Any, **named: Any) -> Any:
+    """Return the values of all rows, for a solver say; nobody may write to the tensor by them."""
+    of_whole = Tensor.numpy if func is DTensor.numpy else func
+    array = of_whole(tensor.full_tensor(), *args, **named)
+    array.flags.writeable = False
+    return array

@@ -7,12 +7,12 @@ numbers of the call, ``x[row]`` for the row of each box, may be more on some ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vescale_parallel._torch_private import pytree
 
@@ -27,11 +27,15 @@ _MASKS = (torch.bool, torch.uint8)
 class IndexedLengths:
     """Follows tensors that are as long as values say, while code runs.
 
+    Args:
+        has_no_rows: Whether a tensor is made of parameters and buffers alone.
+
     Attributes:
         has_read: Whether code has read a value, by which Python may choose.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, has_no_rows: Callable[[Tensor], bool] = lambda tensor: False) -> None:
+        self._has_no_rows = has_no_rows
         self._by_values: dict[int, Tensor] = {}  # held, so that no other tensor gets the number
         self._by_shape = set[Any]()
         self._made: dict[int, Tensor] = {}  # of nothing, as torch.arange does
@@ -91,8 +95,7 @@ class IndexedLengths:
             parts: Sequence[Any] = [*[slice(None)] * (index[0] % num_dims), index[1]]
         else:
             parts = index[0] if isinstance(index[0], tuple) else index
-        # A parameter has no rows.
-        keeps_rows = isinstance(indexed, nn.Parameter) or self._keeps_rows(num_dims, parts)
+        keeps_rows = self._has_no_rows(indexed) or self._keeps_rows(num_dims, parts)
         if not all(map(_is_index, parts)) or not keeps_rows:
             return False
         chosen = [x for x in parts if isinstance(x, Tensor)]

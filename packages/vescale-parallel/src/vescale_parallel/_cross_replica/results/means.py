@@ -101,7 +101,7 @@ class MeanTracker(TorchFunctionMode):
         # Made of parameters alone; and what was, until something else was written to it.
         self._fixed = {id(x): x for x in fixed}
         self._written: dict[int, Tensor] = {}
-        self._lengths = IndexedLengths()
+        self._lengths = IndexedLengths(self._is_fixed)
         self._of_rows = _has_values_in_lists(given)
         are_given = self._of_rows or any(map(is_plain_number, pytree.tree_leaves(given)))
         self._sums = DividedSums(self._lengths, are_given=are_given)
