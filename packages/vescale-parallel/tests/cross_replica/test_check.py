@@ -13,7 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vescale_parallel._cross_replica import call_guard
 from vescale_parallel._cross_replica.batches.seen import Seen
 from vescale_parallel._cross_replica.batches.small_batches import some_rows
-from vescale_parallel._cross_replica.borders import MeanOfParts, RowCoupling, Rows
+from vescale_parallel._cross_replica.borders import (
+    MeanOfParts,
+    ModuleRows,
+    RowCoupling,
+    Rows,
+    joined,
+)
 from vescale_parallel._cross_replica.call_guard import RowGuard
 from vescale_parallel._cross_replica.dims.row_counts import num_rows_of, values_of_rows
 
@@ -431,3 +437,14 @@ def test_what_ranks_compare_may_be_a_column_of_a_tensor() -> None:
     table = torch.arange(12.0).view(4, 3)
     column = table[:, 1]
     assert values_of_rows((column,), {}) == values_of_rows((column.clone(),), {})
+
+
+def test_a_number_that_one_batch_shows_as_a_mean_leaves_rows_of_a_region_known() -> None:
+    """Losses above a threshold, if there are some: rows of other batches take another branch."""
+    given, at = (torch.randn(4, 3),), ("", "2d")
+    mean = RowCoupling(module_rows={at: ModuleRows((Rows(0),), (MeanOfParts(), Rows(0)))})
+    region = RowCoupling({"": "it picks"}, {at: ModuleRows((Rows(0),), (None, Rows(0)))})
+    for found in ([mean, region], [region, mean]):
+        assert joined(found).rows_of_module("", given) == region.module_rows[at]
+    elsewhere = RowCoupling({"other": "it picks"}, region.module_rows)
+    assert joined([mean, elsewhere]).rows_of_module("", given) is None

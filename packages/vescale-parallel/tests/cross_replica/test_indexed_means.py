@@ -136,6 +136,7 @@ class Propagated(Looked):
 
     def __init__(self) -> None:
         super().__init__()
+        self.edges: Tensor
         self.register_buffer("edges", (torch.rand(9, 9) > 0.5).float())
 
     def forward(self, x: Tensor) -> Tensor:

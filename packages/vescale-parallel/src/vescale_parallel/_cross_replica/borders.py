@@ -264,14 +264,15 @@ def may_be_uneven(rows: Sequence[Rows | None] | None, num_ranks: int) -> bool:
 def joined(found: Sequence[RowCoupling]) -> RowCoupling:
     """Return where rows depend on each other for any of several ranks, with other values."""
     regions: dict[str, str] = {}
-    module_rows: dict[tuple[str, str], ModuleRows] = {}
+    module_rows: dict[tuple[str, str], list[ModuleRows]] = {}
     for each in found:
         regions |= {fqn: why for fqn, why in each.regions.items() if fqn not in regions}
-        module_rows |= {at: rows for at, rows in each.module_rows.items() if at not in module_rows}
+        for at, rows in each.module_rows.items():
+            module_rows.setdefault(at, []).append(rows)
     clear = {
-        at: rows
-        for at, rows in module_rows.items()
-        if all(each.module_rows.get(at, rows) == rows for each in found)
+        at: _of_region(several[0]) if at[0] in regions else several[0]
+        for at, several in module_rows.items()
+        if len({_of_region(x) if at[0] in regions else x for x in several}) == 1
     }
     given = {each.given for each in found}
     returned = {each.returned for each in found}
@@ -297,6 +298,12 @@ def joined(found: Sequence[RowCoupling]) -> RowCoupling:
         any(each.in_lists for each in found),
         max(ratios, key=len, default=()),
     )
+
+
+def _of_region(rows: ModuleRows) -> ModuleRows:
+    """Return the rows of a region, of which numbers are those of all rows, whatever was seen."""
+    outputs = (None if isinstance(x, MeanOfParts | NotOfParts) else x for x in rows.outputs)
+    return replace(rows, outputs=tuple(outputs))
 
 
 def structure(tree: Any) -> str:
