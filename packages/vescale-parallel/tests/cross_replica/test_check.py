@@ -158,6 +158,14 @@ class Triplets(nn.Module):
         return F.relu(farthest - nearest + 0.3).mean()
 
 
+@pytest.mark.parametrize("seed", [2, 28, 109, 197])
+def test_rows_meet_though_few_of_them_do_not_by_chance(seed: int) -> None:
+    """The nearest ones are in one half, of which groups are taken for bounds of rows."""
+    torch.manual_seed(seed)
+    found = coupling(Triplets(), torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+    assert [*found.regions] == [""]
+
+
 @pytest.mark.parametrize("groups", [[0] * 8, [0, 0, 0, 0, 1, 0, 0, 1], [0, 1] * 4])
 def test_rows_meet_in_a_hinge_though_it_is_beyond_its_margin(groups: list[int]) -> None:
     found = coupling(Triplets(), torch.randn(8, 4), torch.tensor(groups))

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
 from vescale_parallel._cross_replica.borders import (
     NOWHERE,
@@ -15,7 +15,7 @@ from vescale_parallel._cross_replica.borders import (
     with_regions_of,
 )
 from vescale_parallel._cross_replica.check import CannotRunError
-from vescale_parallel._cross_replica.dims.bounds import RowsByBounds, leaves_of_bounds
+from vescale_parallel._cross_replica.dims.bounds import Bounds, RowsByBounds, leaves_of_bounds
 from vescale_parallel._cross_replica.dims.find_packed import rows_of_media, texts_of
 from vescale_parallel._cross_replica.dims.listed_rows import unclear_lists
 from vescale_parallel._cross_replica.dims.media_tokens import media_tokens
@@ -25,13 +25,16 @@ from vescale_parallel._cross_replica.dims.packed_rows import (
     num_rows_of_packed,
 )
 from vescale_parallel._cross_replica.dims.row_counts import (
+    OF_ONE_ROW,
     RowDims,
     likely_row_counts,
+    row_dim,
     unusual_dims,
     values_of_rows,
 )
 from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.gradients_of_parts import NoNumbersError
+from vescale_parallel._cross_replica.parts import NUM_ROWS
 from vescale_parallel._cross_replica.runs import NotFewerRowsError, RowCheckError
 from vescale_parallel._model.kept_outside import (
     filled_error,
@@ -129,8 +132,36 @@ class RowSearch:
                 break
             with contextlib.suppress(RowCheckError, NoNumbersError, PackedRowsError):
                 seen = self._of_uneven(packed_as(self._check_rows(dims), dims), dims)
+                seen = with_regions_of(seen, self._of_other_rows(seen, dims))
                 found[dims] = seen if self._has_longer(dims) else replace(seen, of_elements=NONE)
         return found
+
+    def _of_other_rows(self, seen: RowCoupling, dims: RowDims) -> RowCoupling:
+        """Return what other rows show, where it may be chance that few ones do not meet.
+
+        That integers are no rows, or bounds of them, is found by values that do not tell.
+        """
+        if seen.regions or not all(dim is None or isinstance(dim, Bounds) for _, dim in dims):
+            return NOWHERE
+        for by in range(1, NUM_ROWS):
+            with contextlib.suppress(RowCheckError, NoNumbersError, PackedRowsError):
+                found = replace(self, given=self._turned(by, dims))._check_rows(dims)
+                if found.regions:
+                    return found
+        return NOWHERE
+
+    def _turned(self, by: int, dims: RowDims) -> Given:
+        """Return the call with its rows in another order, so that others are looked at."""
+        num_rows, told = self.known_rows or likely_row_counts(*self.given)[0], dict(dims)
+        leaves, spec = pytree.tree_flatten(self.given)
+
+        def turned(index: int, x: object) -> object:
+            dim = told.get(index, row_dim(x, num_rows)) if isinstance(x, Tensor) else None
+            if not isinstance(x, Tensor) or not isinstance(dim, int) or dim == OF_ONE_ROW:
+                return x
+            return x.roll(by, dim)
+
+        return pytree.tree_unflatten([turned(i, x) for i, x in enumerate(leaves)], spec)
 
     def _has_longer(self, dims: RowDims) -> bool:
         """Whether some row has more than one element, by bounds; else other integers fit, too."""
