@@ -1,5 +1,6 @@
 """Means written out as ratios of sums, of parts, put together, against one of the whole."""
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -133,3 +134,15 @@ def test_other_numbers_of_ratios_are_refused() -> None:
         x.sum()
     with pytest.raises(ValueError, match="divided by sums 0 times outside of blocks, and 1 times"):
         means.check_complete()
+
+
+def test_nothing_of_a_call_is_held_when_it_is_over() -> None:
+    rows_of_batch, mask = rows()[0].detach(), rows()[1]
+    means = TokenMeans(1, lambda index, count: count, SumRatios())
+    with means:
+        picked, shares = rows_of_batch[mask > 0], mask / mask.sum()
+        loss = picked.mean() + (rows_of_batch * shares).sum()
+    held = [weakref.ref(each) for each in (picked, shares)]
+    del picked, shares
+    assert [each() for each in held] == [None, None]
+    assert loss.isfinite()

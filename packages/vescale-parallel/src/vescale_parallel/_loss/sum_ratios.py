@@ -91,6 +91,14 @@ class SumRatios:
         again._shares = {number: x for number, x in self._shares.items() if not x.requires_grad}
         return again
 
+    def end(self) -> None:
+        """Hold nothing more of a call that is over: what a mask has picked may be large."""
+        for held in (self._of_batch, self._totals, self._constants, self._zeros):
+            held.clear()
+        for held in (self._selected, self._masks, self._shares, self._before):
+            held.clear()
+        self._latest = None
+
     def begin(self, batch: Any) -> None:
         """Learn of a call with these arguments."""
         tensors = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor)]
@@ -206,7 +214,7 @@ class SumRatios:
 
     def _note_of_batch(self, given: Sequence[Any], result: object) -> None:
         tensors = [x for x in pytree.tree_leaves(given) if isinstance(x, Tensor)]
-        if tensors and all(id(x) in {**self._of_batch, **self._constants} for x in tensors):
+        if tensors and all(id(x) in self._of_batch or id(x) in self._constants for x in tensors):
             made = (x for x in pytree.tree_leaves(result) if isinstance(x, Tensor))
             self._of_batch |= {id(x): x for x in made}
 

@@ -85,6 +85,8 @@ class TokenMeans(TorchFunctionMode):
             self._outer._is_covered = False
         if self._left_at is None:
             super().__exit__(*raised)
+        if self._ratios is not None:
+            self._ratios.end()
         self._outer = self._left_at = self._block = None
 
     def leave(self, block: nn.Module) -> None:
