@@ -151,9 +151,10 @@ def trained(run: Run, make: Callable[[], nn.Module]) -> None:
     for parameter in model.parameters():
         run.keep(parameter.detach())
     model.eval()
-    with torch.no_grad():
-        output = model(run.part(batches()[0]))
-    run.keep(output["loss"] if isinstance(output, dict) else output)
+    for without_graph in (torch.no_grad, torch.inference_mode):
+        with without_graph():
+            output = model(run.part(batches()[0]))
+        run.keep(output["loss"] if isinstance(output, dict) else output)
 
 
 @pytest.mark.by_day(

@@ -93,12 +93,19 @@ def test_parts_average_to_the_ratio_over_all_rows(name: str) -> None:
     torch.testing.assert_close(torch.autograd.grad(found, x)[0], gradient, rtol=1e-13, atol=1e-16)
 
 
+def picked_before_a_write(x: Tensor, mask: Tensor) -> Tensor:
+    picked = x[mask]
+    mask &= False
+    return picked.mean()
+
+
 OTHERS: dict[str, Loss] = {
     "squares": lambda x, m: (x * m).sum().square() / m.sum(),
     "the largest": lambda x, m: (x * m).sum() / m.max(),
     "a number": lambda x, m: (x * m).sum() / m.sum().item(),
     "what is differentiated": lambda x, m: (x * m).sum() / x.sum(),
     "a sum that was written to": lambda x, m: (x * m).sum() / m.sum().add_(1),
+    "a mask that was written to": lambda x, m: picked_before_a_write(x, m > 0),
     "picked by numbers": lambda x, m: x[torch.tensor([0, 2])].mean(),
 }
 

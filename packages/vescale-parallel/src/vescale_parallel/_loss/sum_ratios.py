@@ -26,7 +26,17 @@ from torch import Tensor
 from vescale_parallel._torch_private import pytree
 
 from .scalar_functions import QUOTIENTS
-from .totals import Counted, Kind, MeanOfSelected, Ratio, Share, SumOfShares, Total, kind_of
+from .totals import (
+    Counted,
+    Kind,
+    MeanOfSelected,
+    Ratio,
+    Share,
+    SumOfShares,
+    Total,
+    kind_of,
+    version_of,
+)
 
 _PLAIN_SUMS = {"sum", "nansum", "count_nonzero"}
 _PRODUCT_SUMS = {"dot", "vdot", "inner", "einsum", "matmul", "__matmul__", "__rmatmul__"}
@@ -66,7 +76,6 @@ class SumRatios:
         self._constants: dict[int, Tensor] = {}
         self._zeros: dict[int, Tensor] = {}
         self._selected: dict[int, tuple[Tensor, Total]] = {}
-        self._masks: dict[int, Total] = {}
         self._shares: dict[int, Tensor] = {}
         self._latest: Counted | None = None
         # Sums that are differentiated, of code that runs again, which their graphs hold.
@@ -78,7 +87,6 @@ class SumRatios:
         again.are_counted = self.are_counted  # that grows where it is learned
         again.num_seen = self.num_seen if num_seen is None else num_seen
         again._constants, again._zeros = {**self._constants}, {**self._zeros}
-        again._masks = {**self._masks}
         again._before = {**self._before}
         for number, total in self._totals.items():
             if total.value.requires_grad:
@@ -95,7 +103,7 @@ class SumRatios:
         """Hold nothing more of a call that is over: what a mask has picked may be large."""
         for held in (self._of_batch, self._totals, self._constants, self._zeros):
             held.clear()
-        for held in (self._selected, self._masks, self._shares, self._before):
+        for held in (self._selected, self._shares, self._before):
             held.clear()
         self._latest = None
 
@@ -171,21 +179,27 @@ class SumRatios:
             return None
         if name == "sum" and id(args[0]) in self._shares and _is_of_all(args, kwargs):
             return SumOfShares(func, args, kwargs)
-        if name == "mean" and id(args[0]) in self._selected and _is_of_all(args, kwargs):
-            return MeanOfSelected(_summed, args, {}, *self._selected[id(args[0])])
+        if name == "mean" and _is_of_all(args, kwargs):
+            picked = self._picked(args[0])
+            return None if picked is None else MeanOfSelected(_summed, args, {}, *picked)
         if func not in _MEAN_LOSSES or len(args) != 2 or kwargs.get("reduction", "mean") != "mean":
             return None
         is_old = kwargs.get("size_average") is not None or kwargs.get("reduce") is not None
-        picked = [self._selected.get(id(x)) for x in args]
-        if is_old or picked[0] is None or picked[1] is None:
+        picked, target = map(self._picked, args)
+        if is_old or picked is None or target is None:
             return None
-        return MeanOfSelected(func, args, {**kwargs, "reduction": "sum"}, *picked[0])
+        return MeanOfSelected(func, args, {**kwargs, "reduction": "sum"}, *picked)
+
+    def _picked(self, given: Any) -> tuple[Tensor, Total] | None:
+        """Return what a mask has picked, and the mask, unless that was written to since then."""
+        picked = self._selected.get(id(given))
+        return None if picked is None or picked[1].is_written else picked
 
     def _divided(self, func: Callable[..., Any], top: Any, divisor: Any) -> Counted | None:
         bottom = self._total_of(divisor)
         if bottom is None or bottom.value.requires_grad or not isinstance(top, Tensor):
             return None
-        if any(each.value._version != each.version for each in bottom.sums()):  # written to
+        if any(each.is_written for each in bottom.sums()):
             return None
         if top.dim():
             return Share(func, top, bottom)
@@ -224,8 +238,7 @@ class SumRatios:
         if isinstance(self._latest, Share) or any(id(x) in self._shares for x in tensors):
             self._shares[id(made)] = made
         if name in _PICKING and (mask := _mask_of(name, args)) is not None:
-            total = self._masks.setdefault(id(mask), Total(mask, mask._version, "sum"))
-            self._selected[id(made)] = made, total
+            self._selected[id(made)] = made, Total.of(mask, "sum")
             return
         picked = [self._selected[id(x)] for x in tensors if id(x) in self._selected]
         if picked and made.shape[:1] == picked[0][0].shape[:1]:
@@ -249,9 +262,9 @@ class SumRatios:
         if any(totals) and all(x is not None or id(t) in self._constants for x, t in pairs):
             self._made(func, args, kwargs, made)
         elif name in _SUMS or kwargs.get("reduction") == "sum":
-            self._take(Total(made, made._version, "sum"))
+            self._take(Total.of(made, "sum"))
         elif name == "mean" and tensors and tensors[0].numel():
-            self._take(Total(made, made._version, "mean", tensors[0].numel()))
+            self._take(Total.of(made, "mean", tensors[0].numel()))
 
     def _made(
         self,
@@ -264,10 +277,10 @@ class SumRatios:
         args, named = [*map(self._known, args)], {k: self._known(x) for k, x in kwargs.items()}
         numbers = [0 if self._is_zero(x) else x for x in args]
         kind = "other" if named else kind_of(getattr(func, "__name__", ""), numbers)
-        self._take(Total(made, made._version, kind, func=func, args=args, kwargs=named))
+        self._take(Total(made, version_of(made), kind, func=func, args=args, kwargs=named))
 
     def _is_zero(self, given: Any) -> bool:
-        return id(given) in self._zeros and given._version == 0
+        return id(given) in self._zeros and version_of(given) == 0
 
     def _known(self, given: Any) -> Any:
         """Return the total that an argument is, or the argument."""
@@ -285,7 +298,7 @@ class SumRatios:
         if not isinstance(given, Tensor):
             return None
         total = self._totals.get(id(given))
-        return total if total is not None and given._version == total.version else None
+        return None if total is None or total.is_written else total
 
     def _take(self, total: Total) -> None:
         self._totals[id(total.value)] = total

@@ -16,6 +16,11 @@ Kind = Literal["sum", "mean", "other"]
 _IN_PLACE = {"div_", "__itruediv__"}
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; of inference mode, which does not tell, 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 @dataclass(frozen=True, eq=False)
 class Total:
     """A scalar that sums all elements of a tensor, or that is made of such ones.
@@ -37,6 +42,16 @@ class Total:
     func: Callable[..., Any] | None = None
     args: Sequence[Any] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def of(cls, value: Tensor, kind: Kind, num_items: int = 1) -> Total:
+        """Return what sums all elements of tensors, or what has to be summed."""
+        return cls(value, version_of(value), kind, num_items)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether its value was written to since then."""
+        return version_of(self.value) != self.version
 
     def sums(self) -> list[Total]:
         """Return those that it is made of and that sum tensors, each once."""
