@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vescale_parallel._model.code import writes_to_first
 from vescale_parallel._torch_private import pytree
 
 from .scalar_functions import QUOTIENTS
@@ -77,6 +78,7 @@ class SumRatios:
         self._zeros: dict[int, Tensor] = {}
         self._selected: dict[int, tuple[Tensor, Total]] = {}
         self._shares: dict[int, Tensor] = {}
+        self._written = set[Total]()
         self._latest: Counted | None = None
         # Sums that are differentiated, of code that runs again, which their graphs hold.
         self._before: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
@@ -105,6 +107,7 @@ class SumRatios:
             held.clear()
         for held in (self._selected, self._shares, self._before):
             held.clear()
+        self._written.clear()
         self._latest = None
 
     def begin(self, batch: Any) -> None:
@@ -152,10 +155,11 @@ class SumRatios:
         given = [*args, *kwargs.values()]
         tensors = [x for x in given if isinstance(x, Tensor)]
         if any(result is x for x in tensors):
-            if self._total_of(result) is not None:
+            if not writes_to_first(func):
                 return  # .double() of what is float64 already
             before = self._written_total(getattr(func, "__name__", ""), args, result)
-            self._totals.pop(id(result), None)
+            if (total := self._totals.pop(id(result), None)) is not None:
+                self._written.add(total)  # versions do not tell in inference mode
             self._constants.pop(id(result), None)
             if before is not None:
                 self._made(func, [before, *args[1:]], kwargs, result)
@@ -199,7 +203,7 @@ class SumRatios:
         bottom = self._total_of(divisor)
         if bottom is None or bottom.value.requires_grad or not isinstance(top, Tensor):
             return None
-        if any(each.is_written for each in bottom.sums()):
+        if any(each.is_written or each in self._written for each in bottom.sums()):
             return None
         if top.dim():
             return Share(func, top, bottom)
