@@ -20,7 +20,7 @@ from ._cross_replica.call_guard import RowGuard
 from ._cross_replica.context.blocks import SlicedBlocks
 from ._cross_replica.context.guard import ContextGuard
 from ._cross_replica.context.slices import ContextProcesses
-from ._cross_replica.regions import RowRegions
+from ._cross_replica.regions.row_regions import RowRegions
 from ._data_parallel.data.loader import ParallelLoader
 from ._data_parallel.planned import planned_zero_state
 from ._expert_parallel.dispatch import dispatch

@@ -28,8 +28,8 @@ from .batches.over_lists import BATCH_NORMS, over_lists, refused_lists
 from .borders import NOWHERE, RowCoupling
 from .call_guard import RowGuard
 from .dims.find_packed import given_whole, uncut_error
-from .regions import RowRegions
-from .row_converter import bounds_error
+from .regions.row_converter import bounds_error
+from .regions.row_regions import RowRegions
 
 # Calls in which what has no rows is compared.
 _FIRST_CALLS, _EVERY = 4, 64

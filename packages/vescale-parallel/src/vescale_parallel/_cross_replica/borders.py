@@ -1,7 +1,7 @@
 """Where the rows of a batch are in tensors, and where they depend on each other; pure data.
 
 Kept apart from what finds it (:mod:`.check`) and from what carries it out
-(:mod:`.regions`): plain data, and what is read off shapes.
+(:mod:`.regions.row_regions`): plain data, and what is read off shapes.
 """
 
 from __future__ import annotations

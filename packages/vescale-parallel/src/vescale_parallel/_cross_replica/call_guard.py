@@ -39,6 +39,7 @@ from .check import CannotRunError
 from .dims.listed_rows import dims_of_lists, rows_in_lists
 from .dims.packed_rows import is_packed
 from .dims.row_counts import RowDims, is_of_list, other_dims
+from .pure_hooks import pure_hooks, put_pure_hooks
 from .runs import seeded
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.
@@ -168,7 +169,8 @@ class RowGuard:
         modes = tuple(module.training for module in model.modules()), self._flags.of(model)
         # Where rows are is known by leaf, and keywords may come in any order.
         order = tuple(self._forms.named(args, kwargs))
-        return self._forms.form(args, kwargs), hash((torch.is_grad_enabled(), modes, order))
+        about = torch.is_grad_enabled(), modes, order, pure_hooks(model)
+        return self._forms.form(args, kwargs), hash(about)
 
     def _find(
         self,
@@ -304,6 +306,7 @@ class RowGuard:
         self._flags.put_on(whole if scaled is None else scaled, model)
         with seeded():
             subject = random_copy(whole if scaled is None else scaled)
+            put_pure_hooks(subject, model)
         if self._losses_only:
             with contextlib.suppress(ValueError):  # it has no blocks
                 self._filled = filled_by(subject, pipeline_blocks(subject))

@@ -32,6 +32,7 @@ from .borders import RowCoupling, structure
 from .dims.bounds import GivenBounds
 from .found import NO_BOUNDS, Found, Given
 from .gradients_of_parts import GradientsDifferError, compare_gradients, is_flat
+from .hooked import hooked_modules
 from .kept import Place, absolute, dependent, differs, set_kept, with_rows, worth_a_warning
 from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, same_value
 from .results.means import is_number
@@ -102,12 +103,14 @@ def _found(model: nn.Module, whole: Given, halves: Sequence[Given], found: Found
     with warnings.catch_warnings(), seeded():
         warnings.simplefilter("ignore")
         calls = Call(*whole), [Call(*half) for half in halves]
+        found.hooked = hooked_modules(model)
         _examine(model, "", *calls, found, is_model=True)
         for factor in _SMALLER:
             if not found.is_flat or found.regions:
                 break
             found.is_flat = False
             _examine(scaled_copy(model, factor), "", *calls, found, is_model=True)
+    found.absorb_hooked()
     return found
 
 
@@ -137,6 +140,8 @@ def _examine(
         if is_model:
             compare_gradients(whole, parts, found.num_rows)
             found.is_flat = is_flat(whole, parts)
+        elif any(fqn in each.between() for each in found.hooked):
+            _examine_inside(module, fqn, whole, halves, found)  # where rows are, if it is absorbed
         return
     if is_model and not found.added:
         found.may_add = added_buffers(module, call, whole, parts, found.written)

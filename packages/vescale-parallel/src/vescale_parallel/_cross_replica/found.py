@@ -14,6 +14,7 @@ from vescale_parallel._model.leaf_names import leaf_names
 
 from .borders import ModuleRows, Output, RowCoupling, Rows, structure
 from .dims.bounds import GivenBounds
+from .hooked import Hooked
 from .kept import Place, names_of
 from .parts import where_rows
 from .results.means import with_means
@@ -53,6 +54,7 @@ class Found:
         divides: Whether the model's code may divide by sums.
         counts_ratios: Whether sums of all parts divide outside of blocks.
         ratios: Of what the model divides by sums then, in order, in which they do.
+        hooked: Layers on which other modules have put hooks.
     """
 
     losses_only: bool
@@ -80,6 +82,14 @@ class Found:
     divides: bool = False
     counts_ratios: bool = False
     ratios: tuple[bool, ...] = ()
+    hooked: list[Hooked] = field(default_factory=list[Hooked])
+
+    def absorb_hooked(self) -> None:
+        """Make regions of what runs between regions and layers whose rows hooks keep for them."""
+        for each in self.hooked:
+            if any(map(each.is_read_by, [*self.regions])):
+                why = f"a hook on {each.layer!r} keeps rows for code in which they meet"
+                self.regions.update((fqn, self.regions.get(fqn, why)) for fqn in each.between())
 
     def ratios_in(self, fqn: str, are_counted: Sequence[bool] | None = None) -> SumRatios | None:
         """Return what sees ratios of sums in a module's run, None where they are not counted."""

@@ -173,8 +173,14 @@ def _is_of_forward(hook: object) -> bool:
     return type(hook).__module__.startswith("torch.nn.utils.") or collects_outputs(hook)
 
 
+def as_registered(hook: Any) -> Any:
+    """Return a hook as its user has registered it, of one that tensor parallelism runs."""
+    return getattr(hook, "_vescale_hook", hook)
+
+
 def is_of_module(hook: Any, within: Container[int]) -> bool:
     """Whether a hook is a method of some module, or a function that is made in one."""
+    hook = as_registered(hook)
     if isinstance(hook, functools.partial):
         return is_of_module(hook.func, within)
     if isinstance(hook, types.MethodType):
@@ -193,6 +199,7 @@ def _is_made_by(function: Any, cls: type) -> bool:
 
 def _on_copies(hook: Any, memo: dict[int, Any]) -> Any:
     """Return a hook of a module as the hook of its copy."""
+    hook = as_registered(hook)
     if isinstance(hook, functools.partial):
         args = (memo.get(id(each), each) for each in hook.args)
         by_name = {name: memo.get(id(each), each) for name, each in hook.keywords.items()}

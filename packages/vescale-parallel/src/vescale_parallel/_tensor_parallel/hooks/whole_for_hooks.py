@@ -98,7 +98,7 @@ class WholeForHooks:
         is_behind = [keys.index(k) < keys.index(key) for k in converting]
         if kind == _BEHIND and not all(is_behind):
             hooks.move_to_end(key)
-        if hasattr(hook, "_vescale_sees"):
+        if hasattr(hook, "_vescale_hook"):
             return
         slot: Slot = "given" if any(is_behind) else "before"
         run = {
@@ -232,7 +232,7 @@ def _named_like(hook: Hook, run: Hook) -> Hook:
     functools.update_wrapper(named, hook, updated=())
     named.__module__ = _module_of(hook)
     made: Any = left_out(named, _LEFT_OUT)
-    made._vescale_sees = True
+    made._vescale_hook = hook
     return made
 
 

@@ -15,11 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
 from vescale_dtensor import DTensor, is_sharded
+from vescale_parallel._cross_replica.borders import MeanOfParts, Output, Rows
 from vescale_parallel._parameters.memory_layout import dense_stride
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import is_on
 from vescale_parallel._torch_private import pytree
-
-from .borders import MeanOfParts, Output, Rows
 
 
 class RowByRow(Protocol):

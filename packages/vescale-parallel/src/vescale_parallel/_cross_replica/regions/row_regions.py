@@ -24,27 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.overrides import TorchFunctionMode
 
-from vescale_parallel._model.code import writes_to_first
-from vescale_parallel._model.copies import is_of_module
+from vescale_parallel._cross_replica.borders import NOWHERE, RowCoupling, Rows
+from vescale_parallel._cross_replica.kept import settle_attributes, settle_buffers
 from vescale_parallel._tensor_parallel.vocabulary.vocab_parallel import LiftPlain
-from vescale_parallel._torch_private import current_function_mode, is_transformed, pytree
+from vescale_parallel._torch_private import pytree
 
-from .borders import NOWHERE, TRANSFORMED, RowCoupling, Rows
-from .kept import settle_attributes, settle_buffers
-from .row_converter import (
-    AS_ARRAYS,
-    EMBEDDINGS,
-    RowByRow,
-    RowConverter,
-    as_array,
-    bounds_error,
-    given_to_embedding,
-    is_of_a_part,
-    padded,
-)
-from .writes import Parted, loses_gradient, loss_of_gradient, without_graph
+from .own_hooks import LeftCall, OwnHooks
+from .row_converter import RowByRow, RowConverter, bounds_error
+from .rows_mode import WithRows
 
 
 class RowRegions:
@@ -73,19 +61,15 @@ class RowRegions:
         self._in_lists = tuple(f"{expert}." for expert in listed)
         self._converter = RowConverter(mesh, tp_mesh, with_tp)
         self._lift = lift
-        self._mode = _WithRows(self._converter)
+        self._mode = WithRows(self._converter)
         self._wrapped: dict[str, nn.Module] = {}
         self._hooked: set[str] = set()
         self._model: nn.Module | None = None
-        self._modules = set[int]()
-        # Hooks of regions that ran with them, which are not to run behind them again.
-        self._ran: dict[int, tuple[nn.Module, Any]] = {}
         self._own: set[int] = set()  # parameters of the model, which ZeRO 3 shows as shards
-        # Whether a region's own code runs, and the modules that it left to run on parts,
-        # innermost last, with what makes their outputs whole, and whether it runs again behind
-        # them.
+        # Whether a region's own code runs, and the calls that it left, innermost last.
         self._is_inside = False
-        self._left: list[tuple[nn.Module, Callable[[Any], Any], bool]] = []
+        self._left: list[LeftCall] = []
+        self._hooks = OwnHooks(self._as_caller)
         self.coupling = NOWHERE
 
     @contextmanager
@@ -105,6 +89,7 @@ class RowRegions:
         finally:
             self._is_inside = False
             self._left.clear()
+            self._hooks.forget()
             if not torch.is_grad_enabled():
                 self.coupling, self._converter.num_rows = before
 
@@ -119,20 +104,18 @@ class RowRegions:
         """Have modules compute over all rows where a check has found that they need them."""
         names = coupling.names([name for name, _ in model.named_modules()])
         self.prepare(model, names)
-        self._model, self._modules = model, {id(each) for each in model.modules()}
+        self._model, modules = model, {id(each) for each in model.modules()}
         self._own.update(map(id, model.parameters()))
         for fqn in {*names, *self._by_row}:
-            if fqn in self._hooked or self._is_in_list(fqn):
+            if self._is_in_list(fqn):
                 continue
-            self._hooked.add(fqn)
             module = model.get_submodule(fqn)
-            leave = functools.partial(self._leave, fqn)
-            module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._return, always_call=True, with_kwargs=True)
-            # The model's own hooks are code of what calls the module: they get all rows, as that.
-            for key in [*module._forward_hooks]:
-                if is_of_module(module._forward_hooks[key], self._modules):
-                    module._forward_hooks[key] = module._forward_hooks.pop(key)
+            if fqn not in self._hooked:
+                self._hooked.add(fqn)
+                leave = functools.partial(self._leave, fqn)
+                module.register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
+                module.register_forward_hook(self._return, always_call=True, with_kwargs=True)
+            self._hooks.put_on(module, modules)
 
     def _is_in_list(self, fqn: str) -> bool:
         """Whether a module is one of experts in a list, of which no row looks at another one.
@@ -193,27 +176,20 @@ class RowRegions:
                 )
             if any(isinstance(where, Rows) and where.bounds for where in rows.inputs):
                 raise ValueError(bounds_error(fqn, self.coupling.reason(fqn)))
-            args, kwargs = self._converter.to_rows((args, kwargs), rows.inputs)
+            given = self._converter.to_rows((args, kwargs), rows.inputs)
             with self._inside():
+                args, kwargs = given = self._hooks.before_all_rows(module, given)
                 output = forward(*args, **kwargs)
-                output = self._with_own_hooks(module, args, kwargs, output)
-                settle_buffers(module, self._converter.as_values)
+                output = self._hooks.behind_all_rows(module, given, output)
+                settle_buffers(self._written_in(module), self._converter.as_values)
                 output = self._converter.rows_made_inside(output, rows.outputs)
                 return self._converter.to_parts(output, rows.outputs, is_model=not fqn)
 
         return run
 
-    def _with_own_hooks(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Return what own hooks of a region make of all rows: they are code of it."""
-        for key, hook in [*module._forward_hooks.items()]:
-            if is_of_module(hook, self._modules):
-                named = (kwargs,) if key in module._forward_hooks_with_kwargs else ()
-                made = hook(module, args, *named, output)
-                output = output if made is None else made
-                self._ran[key] = module, module._forward_hooks.pop(key)
-        if self._ran and self._model is not None:
-            settle_buffers(self._model, self._converter.as_values)
-        return output
+    def _written_in(self, region: nn.Module) -> nn.Module:
+        """Return the module to whose buffers a region writes, or a hook of the model on it."""
+        return self._model if self._model is not None and self._hooks.are_on(region) else region
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -231,166 +207,99 @@ class RowRegions:
     def _leave(self, fqn: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Before a module that a region calls: give it this rank's part, if that is right."""
         # Not inside, but on the whole batch, is what checkpoint runs again in backward.
-        if not (self._is_inside or self._converter.is_any_whole((args, kwargs))):
-            return None
-        if any(map(self._is_made_of_all_rows, module.parameters())):
-            return None
-        left = self._parts_for(fqn, (args, kwargs))
+        is_whole = self._is_inside or self._converter.is_any_whole((args, kwargs))
+        left = self._left_call(fqn, module, (args, kwargs)) if is_whole else None
+        enters = not is_whole and self.coupling.is_region(fqn)
+        self._hooks.begin(module, left, enters=enters)
         if left is None:
             return None
-        given, whole = left
         settle_buffers(module, self._converter.as_held)
         if self._is_inside:
             self._mode.pause()
-        self._left.append((module, whole, self._is_inside))
+        self._left.append(left)
         self._is_inside = False
-        return given
+        return left.parts(left.given)
+
+    def _left_call(self, fqn: str, module: nn.Module, given: tuple[Any, Any]) -> LeftCall | None:
+        """Return how a region's call runs on parts; None if it runs on the whole batch, as it."""
+        if any(map(self._is_made_of_all_rows, module.parameters())):
+            return None
+        known = self._parts_for(fqn, given)
+        return known and LeftCall(module, given, *known, goes_on=self._is_inside)
+
+    @contextmanager
+    def _as_caller(self) -> Iterator[None]:
+        """Run code of what has left the call that begins."""
+        if not self._left[-1].goes_on:
+            yield
+            return
+        self._is_inside = True
+        self._mode.resume()
+        try:
+            yield
+        finally:
+            self._mode.pause()
+            self._is_inside = False
 
     def _is_made_of_all_rows(self, param: Tensor) -> bool:
         """Whether functional_call, say, has hung it there; the model's own may be shards."""
         return id(param) not in self._own and self._converter.is_inside(param)
 
-    def _parts_for(self, fqn: str, tree: Any) -> tuple[Any, Callable[[Any], Any]] | None:
-        """Return what a module is given of a call, and what makes whole what it returns.
-
-        None for what runs on the whole batch, as the region's own code.
-        """
+    def _parts_for(
+        self, fqn: str, tree: Any
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
+        """Return what makes parts of what a module is given, and whole what it returns."""
         if fqn in self._by_row:
             return self._picked_for(self._by_row[fqn], tree)
         rows = self.coupling.rows_of_module(fqn, tree)
         if rows is None or self.coupling.is_region(fqn):
             return None
-        if self._converter.is_any_whole(tree):
-            tree = self._converter.rows_made_inside(tree, rows.inputs)
-        if not self._converter.divides(tree, rows.inputs):
+
+        def of_rows(tree: Any) -> Any:
+            is_whole = self._converter.is_any_whole(tree)
+            return self._converter.rows_made_inside(tree, rows.inputs) if is_whole else tree
+
+        if not self._converter.divides(of_rows(tree), rows.inputs):
             return None  # what a mask has picked
         return (
-            self._converter.to_parts(tree, rows.inputs),
+            lambda tree: self._converter.to_parts(of_rows(tree), rows.inputs),
             functools.partial(self._converter.to_rows, rows=rows.outputs),
         )
 
-    def _picked_for(self, module: RowByRow, tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    def _picked_for(
+        self, module: RowByRow, tree: Any
+    ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return the same of any number of rows, which a region may have picked."""
-        leaves, spec = pytree.tree_flatten(tree)
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
-        rows = [module.rows_of_each(self._converter.replicated(x)) for x in tensors]
-        parts = iter(self._converter.to_parts(rows, [Rows(1)] * len(rows)))
-        given = [
-            module.as_taken(next(parts), x.dim()) if isinstance(x, Tensor) else x for x in leaves
-        ]
+        tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+
+        def rows_of(tensors: list[Tensor]) -> list[Tensor]:
+            return [module.rows_of_each(self._converter.replicated(x)) for x in tensors]
+
+        def parts(tree: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(tree)
+            rows = rows_of([x for x in leaves if isinstance(x, Tensor)])
+            made = iter(self._converter.to_parts(rows, [Rows(1)] * len(rows)))
+            given = [
+                module.as_taken(next(made), x.dim()) if isinstance(x, Tensor) else x
+                for x in leaves
+            ]
+            return pytree.tree_unflatten(given, spec)
 
         def whole(made: Tensor) -> Tensor:
-            every = self._converter.whole_like(module.rows_of_each(made), rows[0], Rows(1))
+            first = rows_of(tensors[:1])[0]
+            every = self._converter.whole_like(module.rows_of_each(made), first, Rows(1))
             return module.as_taken(every, 2).reshape(*tensors[0].shape[:-1], made.shape[-1])
 
-        return pytree.tree_unflatten(given, spec), whole
+        return parts, whole
 
     def _return(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Behind such a module, or a region: go on with the whole batch, and with its hooks."""
-        for key in [key for key, (ran, _) in self._ran.items() if ran is module]:
-            module._forward_hooks[key] = self._ran.pop(key)[1]
-        if not self._left or self._left[-1][0] is not module or self._is_inside:
+        """Behind such a module: go on with the whole batch, and with the model's hooks."""
+        if not self._left or self._left[-1].module is not module or self._is_inside:
             return None
-        _, whole, self._is_inside = self._left.pop()
+        left = self._left.pop()
+        self._is_inside = left.goes_on
         if self._is_inside:
             self._mode.resume()
+        self._hooks.returned(left)
         # A module that raised has no output.
-        return None if output is None else whole(output)
-
-
-class _WithRows(TorchFunctionMode):
-    """Has plain tensors that meet distributed ones be the same on all ranks, gradients too."""
-
-    def __init__(self, converter: RowConverter) -> None:
-        super().__init__()
-        self._converter = converter
-        self.parted = Parted()
-        self.is_paused = False
-
-    def pause(self) -> None:
-        """Cost nothing while a module runs on plain tensors."""
-        if current_function_mode() is self:
-            self.__exit__(None, None, None)
-        else:
-            self.is_paused = True  # below a mode that the model's code has entered
-
-    def resume(self) -> None:
-        """Go on."""
-        if self.is_paused:
-            self.is_paused = False
-        else:
-            self.__enter__()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, named = tuple(args), dict(kwargs or {})
-        if self.is_paused:
-            return func(*args, **named)
-        try:
-            return self._called(func, args, named)
-        except RuntimeError as error:
-            if not is_transformed():
-                raise
-            raise ValueError(TRANSFORMED) from error
-
-    def _called(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        tensors = [x for x in pytree.tree_leaves((args, named)) if isinstance(x, Tensor)]
-        if self.parted.has_lost(tensors) and not writes_to_first(func):
-            raise ValueError(loss_of_gradient(func))
-        if not tensors:
-            # Made from nothing (an index, zeros to add to): what ranks make is the same.
-            made = func(*args, **named)
-            return self._converter.replicated(made) if type(made) is Tensor else made
-        if func is torch.autograd.grad:
-            return self._gradients(*args, **named)
-        if func in AS_ARRAYS and self._converter.is_inside(tensors[0]):
-            return as_array(func, *args, **named)
-        if len(tensors) > 1 and any(map(self._converter.is_inside, tensors)):
-            if writes_to_first(func) and loses_gradient(tensors):
-                if not self.parted.take(tensors[0]):
-                    raise ValueError(loss_of_gradient(func))
-                args, named = pytree.tree_map_only(Tensor, without_graph, (args, named))
-            if func == _SET_DATA and not self._converter.is_inside(args[0]):
-                return func(args[0], args[1].full_tensor())
-            if func in EMBEDDINGS:
-                named = given_to_embedding(func, args, named)
-            if any(is_of_a_part(x) for x in tensors if not self._converter.is_inside(x)):
-                raise ValueError(_OF_A_PART)
-            name = getattr(func, "__name__", "")
-            if name == "_pad_packed_sequence":
-                return padded(*args, **named)
-            is_read = name in _PACKED  # how many go on at each step, by torch's C++ from memory
-            held = self._replicated_floats if is_read else self._converter.replicated
-            args, named = pytree.tree_map_only(Tensor, held, (args, named))
-            return func(*args, **named)
-        made = func(*args, **named)
-        if torch.is_grad_enabled():
-            self.parted.see(func, tensors[0], made)
-        return made
-
-    def _replicated_floats(self, x: Tensor) -> Tensor:
-        return self._converter.replicated(x) if x.is_floating_point() else x
-
-    def _gradients(
-        self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **named: Any
-    ) -> tuple[Tensor | None, ...]:
-        """Differentiate by parameters themselves, of whose gradients each rank has a part."""
-        of_all_rows = any(map(self._converter.is_inside, pytree.tree_leaves(outputs)))
-        if of_all_rows:
-            grad_outputs = pytree.tree_map_only(Tensor, self._converter.replicated, grad_outputs)
-        made = torch.autograd.grad(outputs, inputs, grad_outputs, *args, **named)
-        by = [inputs] if isinstance(inputs, Tensor) else inputs
-        return tuple(
-            grad
-            if grad is None or not of_all_rows or self._converter.is_inside(each)
-            else self._converter.mean(grad)
-            for each, grad in zip(by, made, strict=True)
-        )
-
-
-_PACKED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-_OF_A_PART = (
-    "what a module made of this rank's rows meets what is made of all rows of the batch, and the "
-    "module handed it over by a list or an object outside of the model; return it, or keep it in "
-    "an attribute of the module (self.aux_loss = ...) that the model's forward reads"
-)
-_SET_DATA: Any = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]: a descriptor
+        return None if output is None else left.whole(output)

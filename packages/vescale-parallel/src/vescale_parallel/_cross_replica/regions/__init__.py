@@ -1,0 +1,1 @@
+"""Code that runs on distributed tensors of the rows of all ranks."""
