@@ -140,7 +140,7 @@ def evaluated(run: Run) -> None:
 
 
 def scaled_backward(run: Run) -> None:
-    def scale(_: nn.Module, grads: tuple[Tensor], of_output: Any) -> tuple[Tensor]:
+    def scale(_: nn.Module, grads: Any, of_output: Any) -> tuple[Tensor]:
         return (grads[0] / grads[0].norm(),)
 
     model = Chain()
