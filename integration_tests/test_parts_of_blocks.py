@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_testing import World
+import vescale
+from vescale_testing import RankError, World
 
-from .plans import DP, TP, ZERO, Constraints
-from .programs import DATA, WIDTH, Run, attempt, right, rows, sgd
+from .plans import DP, PARTS, PP, TP, ZERO, Constraints
+from .programs import DATA, WIDTH, Run, attempt, right, right_or_refused, rows, sgd
+from .test_pipeline_between_blocks import BEHIND
 
 PLANS: dict[str, Constraints] = {
     **DATA,
@@ -23,6 +25,21 @@ PLANS: dict[str, Constraints] = {
     "early": {DP: 2, ZERO: 2, "batch.gradient_accumulation": 2},
     "tp": {TP: 2},
 }
+STAGES: Constraints = {PP: 2, PARTS: 2}
+PIPELINES: dict[str, Constraints] = {
+    "pp": STAGES,
+    "pp4": {PP: 4, PARTS: 4},
+    "interleaved": {
+        PP: 2,
+        PARTS: 4,
+        "pipeline_parallel.virtual_stages": 2,
+        "pipeline_parallel.schedule": "interleaved_1f1b",
+    },
+    "recompute": {**STAGES, "recompute": "full"},
+    "tp": {**STAGES, TP: 2},
+    "zero1": {**STAGES, DP: 2, ZERO: 1},
+    "zero3": {**STAGES, DP: 2, ZERO: 3},
+}
 # Nothing is freed, or backward finds what it needs: refused otherwise.
 WITHIN = ["dp", "zero2", "early"]
 
@@ -31,7 +48,7 @@ class Condition(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up = nn.Linear(WIDTH, 2 * WIDTH)
-        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.down: nn.Module = nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.up(x)))
@@ -108,6 +125,42 @@ def trained(where: str, run: Run) -> None:
     run.train(Conditioned(where))
 
 
+def planned(where: str, run: Run) -> None:
+    """The planner sees from an example where parts are called."""
+    model = Conditioned(where).double()
+    if run.constraints is not None:
+        known = {**run.constraints, "batch.global_size": 8}
+        plan = vescale.generate_plan(model, known, example_batch=(rows(1)[0],))
+        found = plan.pipeline_parallel.called_behind
+        assert found
+        run = Run({**run.constraints, BEHIND: found}, run.results)
+    run.train(model)
+
+
+def dropped(where: str, at: Mapping[str, list[str]], run: Run) -> None:
+    """Parts draw, in and out of their blocks, as on one device that runs micro-batches."""
+    model = Conditioned(where)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.norm.condition.down = nn.Sequential(block.norm.condition.down, nn.Dropout(0.5))
+    is_alone = run.constraints is None
+    parts = 2 if is_alone else 1
+    if run.constraints is not None:
+        run = Run({**run.constraints, BEHIND: at}, run.results)
+    model, optimizer = run.start(model)
+    torch.manual_seed(3)
+    for batch in rows():
+        cut = [{name: x.chunk(parts)[i] for name, x in batch.items()} for i in range(parts)]
+        losses = [model(part) / parts for part in cut]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        run.keep(torch.stack([loss.detach() for loss in losses]).sum())
+    run.keep(torch.rand(2))
+    run.finish(model)
+
+
 def evaluated_first(run: Run) -> None:
     """Evaluates before it trains, and in between."""
     model, optimizer = run.start(Conditioned("behind"), sgd)
@@ -156,3 +209,47 @@ def test_what_blocks_share_is_no_part_of_one(world2: World) -> None:
 def test_parts_called_within_other_blocks_are_refused(world2: World) -> None:
     for answer in world2.run(attempt, functools.partial(trained, "within"), DATA["zero3"]):
         assert answer is ValueError
+
+
+@pytest.mark.by_day("pp-behind", "pp-between", "pp4-before", "pp-of a part")
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [place for place in PLACES if place != "within"])
+@pytest.mark.parametrize("plan", ["pp", "pp4", "interleaved", "recompute"])
+def test_stages_of_a_pipeline_share_them(
+    world2: World, world4: World, plan: str, where: str
+) -> None:
+    world = world4 if plan == "pp4" else world2
+    right(world, functools.partial(planned, where), PIPELINES[plan])
+
+
+@pytest.mark.by_day("zero3-behind", "tp-before")
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["behind", "before", "between"])
+@pytest.mark.parametrize("plan", ["tp", "zero1", "zero3"])
+def test_stages_share_them_beside_other_axes(world4: World, plan: str, where: str) -> None:
+    right(world4, functools.partial(planned, where), PIPELINES[plan])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "at"),
+    [
+        ("behind", {"blocks.0.norm.condition": ["blocks.3"]}),
+        ("before", {"blocks.3.norm.condition": [""]}),
+    ],
+)
+def test_parts_draw_as_on_one_device(
+    world2: World, where: str, at: Mapping[str, list[str]]
+) -> None:
+    right(world2, functools.partial(dropped, where, at), STAGES)
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_has_not_seen_them_says_how() -> None:
+    right_or_refused(World(2), functools.partial(trained, "behind"), STAGES)
+
+
+def test_a_part_that_is_none_is_refused(world2: World) -> None:
+    places = {"blocks.0.norm.other": ["blocks.3"]}
+    with pytest.raises(RankError, match=r"blocks\.0\.norm\.other' is no module of Conditioned"):
+        right(world2, functools.partial(trained, "behind"), {**STAGES, BEHIND: places})

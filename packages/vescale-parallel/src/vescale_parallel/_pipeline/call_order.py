@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -24,10 +25,18 @@ from .cuts.block_calls import called_blocks, first_names, names_of_calls, said_c
 from .cuts.observed_split import with_split_points
 from .cuts.placeholders import placeholder
 from .cuts.values import Name, Values
-from .stage_assignment import StageMap, held_around, modules_outside_blocks, places_outside
+from .stage_assignment import (
+    StageMap,
+    held_around,
+    is_part,
+    modules_outside_blocks,
+    places_outside,
+)
 from .stage_module import StageRun, Staging, stage_model
 
 _log = package_logger(__name__)
+# Of blocks, that forward calls outside of these.
+_MOST_PARTS = 64
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class _Seen:
     Attributes:
         calls: The block of every call, in order.
         behind: How many blocks have been called before each call of modules outside of them, and
-            before each use of their parameters by code around them.
+            before each use of their parameters by code around them; before calls of parts of
+            blocks outside of these, too.
     """
 
     calls: tuple[str, ...]
@@ -240,6 +250,8 @@ def observed_calls(
     first, last = 0, len(blocks) - 1
 
     def is_said(fqn: str, counts: Sequence[int]) -> bool:
+        if is_part(fqn, called):
+            return True
         if fqn not in held:
             return counts not in ([first], [last])
         # A parameter that no called module holds is on the first and the last stage anyway.
@@ -272,10 +284,41 @@ def _places_in(plan: ParallelPlan, model: nn.Module, batch: Any) -> Mapping[str,
 
 def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
     """Run the model's own code on an example, with placeholders for what has parameters."""
-    if not blocks:
-        return _Seen((), {})
-    blocks = tuple(dict.fromkeys(blocks))
-    outside = (*blocks, *modules_outside_blocks(model, blocks))
+    blocks, parts = tuple(dict.fromkeys(blocks)), list[str]()
+    while blocks and len(parts) <= _MOST_PARTS:
+        try:
+            return _run_around(blocks, parts, model, batch)
+        except _PartCalled as called:
+            parts.append(called.fqn)
+        # Whatever a model's own code does when it runs where it was not made for. Where a module
+        # is on another stage than is right, its call there is refused by name.
+        except Exception as error:
+            _log.info("modules outside the blocks are where they are defined: %r", error)
+            break
+    return _Seen((), {})
+
+
+class _PartCalled(Exception):
+    """A module within a block is called outside of it."""
+
+    def __init__(self, fqn: str, *_: Any) -> None:
+        super().__init__(fqn)
+        self.fqn = fqn
+
+
+def _is_called(fqn: str, module: nn.Module, args: Any) -> None:
+    raise _PartCalled(fqn)
+
+
+def _run_around(
+    blocks: Sequence[str], parts: Sequence[str], model: nn.Module, batch: Any
+) -> _Seen:
+    """Return what one run shows; ``parts`` of blocks are known to be called outside of these.
+
+    Raises:
+        _PartCalled: If another one is.
+    """
+    outside = (*blocks, *modules_outside_blocks(model, blocks), *parts)
     places = _Places(blocks)
     held = {id(model.get_parameter(fqn)): fqn for fqn in held_around(model, blocks)}
 
@@ -292,15 +335,11 @@ def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
         staging = Staging(alike={})
         names = {fqn: copied.get_submodule(fqn) for fqn in outside}
         stage_model(copied, StageMap((), [0], dict.fromkeys(outside, 0)), staging, None)
+        _tell_of_parts(copied, blocks, {*names.values()})
         args, kwargs = bind(copied, opened(batch))
         staging.run = StageRun.counting(0, places)
         with torch.no_grad(), untouched_generators(), nothing_kept_outside(model):
             copied(*args, **kwargs)
-    # Whatever a model's own code does when it runs where it was not made for. Where a module is
-    # on another stage than is right, its call there is refused by name.
-    except Exception as error:
-        _log.info("modules outside the blocks are where they are defined: %r", error)
-        return _Seen((), {})
     finally:
         places.release()
     # A module may have several names.
@@ -308,6 +347,16 @@ def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
     behind = {fqn: seen[module] for fqn, module in names.items() if module in seen}
     behind |= {fqn: tuple(sorted(counts)) for fqn, counts in places.uses.items()}
     return _Seen(tuple(places.calls), behind)
+
+
+def _tell_of_parts(
+    copied: nn.Module, blocks: Sequence[str], staged: Collection[nn.Module]
+) -> None:
+    """Have parts of blocks, which placeholders stand for, raise where they are called."""
+    for block in blocks:
+        for name, part in copied.get_submodule(block).named_modules(prefix=block):
+            if part not in staged and any(True for _ in part.parameters()):
+                part.register_forward_pre_hook(functools.partial(_is_called, name))
 
 
 def no_parameter(parameter: nn.Parameter) -> nn.Parameter:

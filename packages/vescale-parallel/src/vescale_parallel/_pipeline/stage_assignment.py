@@ -33,6 +33,8 @@ class StageMap:
         again: Further stages of those that are called in several places.
         aliases: Further names of blocks.
         used: Stages whose code around modules uses a parameter outside of the blocks, by its FQN.
+        parts: Stages of modules within blocks that are called outside of their block, too, its
+            own stages among them.
     """
 
     blocks: Sequence[str]
@@ -41,6 +43,7 @@ class StageMap:
     again: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     used: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    parts: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
 
     @property
     def num_stages(self) -> int:
@@ -53,14 +56,15 @@ class StageMap:
         return tuple(dict.fromkeys(self.blocks))
 
     def blocks_of_one_rank(self, placement: StagePlacement) -> tuple[str, ...]:
-        """Return the blocks that one rank calls.
+        """Return the blocks that one rank calls, with all of their parts.
 
         Those of several are sent from rank to rank before a step, and so are whole during it.
         """
-        ranks = {
-            fqn: {placement.rank_of(stage) for stage in self.stages_of_calls[fqn]}
-            for fqn in self.distinct_blocks
-        }
+        stages = {fqn: {*self.stages_of_calls[fqn]} for fqn in self.distinct_blocks}
+        for part, of_part in self.parts.items():
+            for fqn in self.distinct_blocks:
+                stages[fqn] |= {*of_part} if part.startswith(f"{fqn}.") else set()
+        ranks = {fqn: {*map(placement.rank_of, found)} for fqn, found in stages.items()}
         return tuple(fqn for fqn, found in ranks.items() if len(found) == 1)
 
     @property
@@ -92,6 +96,8 @@ class StageMap:
         stages: set[int] = set()
         for fqn in fqns:
             stages |= {*self._stages_of_name(fqn), *self.used.get(fqn, ())}
+            for part, found in self.parts.items():
+                stages |= {*found} if fqn.startswith(f"{part}.") else set()
         return tuple(sorted(stages))
 
     def _stages_of_name(self, fqn: str) -> tuple[int, ...]:
@@ -111,9 +117,9 @@ def stage_map(
 ) -> StageMap | None:
     """Return where the parts of a model run, None without pipeline parallelism.
 
-    ``seen`` tells of modules outside the blocks how many blocks have been called before each of
-    their calls, and of their parameters before each use by code around modules; others are where
-    they are defined.
+    ``seen`` tells of modules outside the blocks, and of those within that are called outside of
+    their block, how many blocks have been called before each of their calls, and of parameters
+    outside before each use by code around modules; others are where they are defined.
 
     Raises:
         ValueError: If the model cannot be cut as the plan says.
@@ -129,7 +135,11 @@ def stage_map(
     outside = {fqn: first for fqn, (first, *_) in owners.items()}
     uses = _uses_of_parameters(plan, model, seen or {})
     used = {fqn: sorted({stages.stage_behind(n) for n in at}) for fqn, at in uses.items()}
-    return StageMap(blocks, starts, outside, again, _aliases(model, blocks), used)
+    parts = {
+        fqn: tuple(sorted({stages.stage_behind(n) for n in at} | {*stages.stages_of([f"{fqn}."])}))
+        for fqn, at in places_of_parts(plan, model, seen).items()
+    }
+    return StageMap(blocks, starts, outside, again, _aliases(model, blocks), used, parts)
 
 
 def held_around(model: nn.Module, blocks: Sequence[str]) -> dict[str, bool]:
@@ -159,6 +169,30 @@ def _uses_of_parameters(
     return uses | {fqn: _counts(fqn, at, names, model) for fqn, at in said.items() if fqn in held}
 
 
+def places_of_parts(
+    plan: ParallelPlan, model: nn.Module, seen: Mapping[str, tuple[int, ...]] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """Return behind how many blocks modules within blocks are called outside of their block.
+
+    Outermost first; arguments are those of :func:`stage_map`.
+    """
+    blocks, names = called_blocks(plan, model), names_of_calls(plan, model)
+    said = {
+        fqn: at for fqn, at in plan.pipeline_parallel.called_behind.items() if is_part(fqn, blocks)
+    }
+    known = {fqn for fqn, _ in model.named_modules()}
+    if unknown := [fqn for fqn in said if fqn not in known]:
+        raise ValueError(f"{_BEHIND}: {unknown[0]!r} is no module of {type(model).__name__}")
+    found = {fqn: at for fqn, at in (seen or {}).items() if is_part(fqn, blocks)}
+    found |= {fqn: _counts(fqn, at, names, model) for fqn, at in said.items()}
+    return dict(sorted(found.items(), key=lambda each: len(each[0])))
+
+
+def is_part(fqn: str, blocks: Sequence[str]) -> bool:
+    """Whether something is within one of the blocks."""
+    return any(fqn.startswith(f"{block}.") for block in blocks)
+
+
 def _aliases(model: nn.Module, blocks: Sequence[str]) -> dict[str, str]:
     names = {model.get_submodule(fqn): fqn for fqn in blocks}
     every = model.named_modules(remove_duplicate=False)
@@ -181,7 +215,7 @@ def places_outside(
     _move(behind, pipeline.tail_modules, [len(blocks)], "pipeline_parallel.tail_modules")
     for fqn, at in pipeline.called_behind.items():
         counts = _counts(fqn, at, names, model)
-        if fqn not in held:
+        if fqn not in held and not is_part(fqn, blocks):
             _move(behind, [fqn], counts, _BEHIND)
     return behind
 

@@ -15,25 +15,21 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.code import mix_in
-from vescale_parallel._model.copies import copied_without_hooks, on_meta
 from vescale_parallel._model.hook_readers import modules_in_closures
 from vescale_parallel._model.inputs import refuse_shut_output
 from vescale_parallel._model.kept_outside import filled_error
 from vescale_parallel._model.structures import leaves_of, open_objects
-from vescale_parallel._parameters.compute_dtypes import compute_dtypes
-from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
 from vescale_parallel._torch_private import is_in_backward, is_transformed, pytree
 from vescale_parallel._verify.rank_dry_run import take_first_part
 
-from .cuts.forms import form_of
 from .cuts.hooks import collected
 from .cuts.outline import Argument, Outline, kind_of, outline_of
 from .cuts.placeholders import Placeholder, as_sent, placeholder, rename, taint
@@ -44,47 +40,13 @@ from .cuts.stage_run import (
     StageRun as StageRun,
 )
 from .stage_assignment import StageMap
+from .staging import Staging as Staging, empty_copy
 
 _HOW_TO_SAY_CALLS = (
     "List blocks in pipeline_parallel.block_calls as forward calls them, or have "
     "that be seen: give generate_plan an example_batch, or parallelize a dataset, whose batches "
     "can be run on the processor"
 )
-
-
-@dataclass(eq=False)
-class Staging:
-    """What the staged modules of one model share: the run in progress, if any.
-
-    ``outlines`` are of modules by what they are called with; ``around`` are the modules, with
-    their names, that all stages call, since no stage has them: they have no parameters or are
-    around the blocks. ``alike`` has one copy of blocks that :func:`form_of` says are alike, where
-    that is good enough: where stages are tried, not where they train. ``enters`` is told of a
-    stage's first block and what it is called with, before that is replaced by what the stage
-    before sent. ``blocks`` are the names of blocks in the order of their calls. ``sharding`` is
-    how tensor-parallel ranks share the model. ``lent`` are the calls of modules
-    outside of the one whose outline is being found, which it was given, by name.
-    """
-
-    run: StageRun | None = None
-    outlines: dict[Any, Any] = field(default_factory=dict[Any, Any])
-    around: Mapping[nn.Module, str] = field(default_factory=dict[nn.Module, str])
-    alike: dict[object, nn.Module] | None = None
-    enters: Callable[[str, Sequence[Any]], None] = lambda fqn, leaves: None
-    blocks: Sequence[str] = ()
-    sharding: TensorSharding | None = None
-    lent: list[str] | None = None
-
-    def skeleton_of(
-        self, module: nn.Module, fqn: str, param_dtype: torch.dtype | None
-    ) -> nn.Module:
-        """Return a copy of a module without memory: one for all that are alike."""
-        if self.alike is None:
-            return _skeleton(module, param_dtype)
-        form = form_of(module, fqn)
-        if form not in self.alike:
-            self.alike[form] = _skeleton(module, param_dtype)
-        return self.alike[form]
 
 
 @dataclass(eq=False)
@@ -148,21 +110,26 @@ class StagedModule(nn.Module):
             Placeholder.usable = False
         run.blocks_called, role.has_run = index + 1, True
         _refuse_placeholders(role, args, kwargs)
-        call, before = super().__call__, {*map(id, leaves_of((args, kwargs)))}
-        output = run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
+        before = {*map(id, leaves_of((args, kwargs)))}
+        call = functools.partial(super().__call__, *args, **kwargs)
+        own = functools.partial(role.staging.run_own, role.fqn, call)
+        output = run.run_named(role.fqn, own, (args, kwargs))
         _refuse_filled(role.fqn, before, leaves_of((args, kwargs)))
         return output
 
     def _call_outside(
         self, role: _Role, run: StageRun, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        if role.staging.is_within(role.fqn):
+            return super().__call__(*args, **kwargs)
         if role.staging.lent is not None:
             role.staging.lent.append(role.fqn)
         if not run.is_own:
             return collected(self, args, _placeholder(role, run, args, kwargs))
         if run.stage in role.stages:
-            call = super().__call__
-            return run.run_named(role.fqn, lambda: call(*args, **kwargs), (args, kwargs))
+            call = functools.partial(super().__call__, *args, **kwargs)
+            own = functools.partial(role.staging.run_own, role.fqn, call)
+            return run.run_named(role.fqn, own, (args, kwargs))
         raise ValueError(
             f"{role.fqn!r} is called {_where(run)}, on stage {run.stage} of the pipeline, but its "
             f"parameters are on stage {min(role.stages)}; {_advice(role.fqn, run)}, or have its "
@@ -191,9 +158,9 @@ def stage_model(
     staging.blocks = stages.blocks
     staging.around = _around(model, {*stages.blocks, *stages.outside})
     users: dict[nn.Module, tuple[str, set[int]]] = {}
-    for fqn in stages.outside:
+    for fqn in (*stages.outside, *stages.parts):
         _, found = users.setdefault(model.get_submodule(fqn), (fqn, set()))
-        found |= set(stages.stages_of_module(fqn))
+        found |= {*(stages.parts.get(fqn) or stages.stages_of_module(fqn))}
     # A module may have several names.
     for module, (fqn, owners) in users.items():
         stage_module(
@@ -244,17 +211,6 @@ def stage_module(
     assert isinstance(module, StagedModule)
     # Not through nn.Module.__setattr__, which would register the skeleton as a submodule.
     object.__setattr__(module, "_vescale_role", role)
-
-
-def _skeleton(module: nn.Module, param_dtype: torch.dtype | None) -> nn.Module:
-    """Copy a module without its tensors' memory."""
-    dtypes = compute_dtypes(module, param_dtype)
-
-    def empty_parameter(parameter: nn.Parameter) -> nn.Parameter:
-        empty = torch.empty(parameter.shape, dtype=dtypes[id(parameter)], device="meta")
-        return nn.Parameter(empty, requires_grad=False)
-
-    return copied_without_hooks(module, empty_parameter, on_meta)
 
 
 def _placeholder(
@@ -321,7 +277,7 @@ def _seen(role: _Role, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outl
         sharding = role.staging.sharding
         if sharding is None or sharding.size == 1:
             raise
-        part = _skeleton(role.skeleton, None)
+        part = empty_copy(role.skeleton, None)
         take_first_part(part, sharding, role.fqn)
         try:
             return outline_of(part, role.fqn, args, kwargs, role.staging.lent)

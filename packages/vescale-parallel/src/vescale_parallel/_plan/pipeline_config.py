@@ -30,8 +30,9 @@ class PipelineParallel:
             them, so that they belong on the last stage.
         head_modules: FQNs of those defined after the blocks but called before them: on the first.
         called_behind: Of modules outside the blocks that are called between them or in several
-            places, and of parameters that code around modules uses there: by FQN, the FQNs of the
-            blocks behind each call, ``""`` before all of them.
+            places, of parts of blocks that are called outside of their block, and of parameters
+            that code around modules uses there: by FQN, the FQNs of the blocks behind each call,
+            ``""`` before all of them.
         block_calls: FQNs of the blocks in the order in which forward calls them, where it calls
             one more than once; its second call is ``fqn#2`` in ``split_points``. None: each once,
             in the order of definition, or as an example is seen to call them.

@@ -62,10 +62,12 @@ class Placeholder(Tensor):
             raise PlaceholderUsedError(
                 f"{getattr(func, '__name__', func)} uses a tensor that another pipeline stage "
                 "computes and that was not seen to be needed here when its cuts were decided, or "
-                "a parameter that code around modules uses between blocks. Of a parameter, list "
-                "the blocks behind which it is used in pipeline_parallel.called_behind, or have "
-                "that be seen: give generate_plan an example_batch, or parallelize a dataset. "
-                "Hand anything else from block to block as an argument"
+                "a parameter that code around modules uses between blocks, or one of a part of a "
+                "block that forward calls outside of the block. Of a parameter, and of such a "
+                "part, list the blocks behind which it is used in "
+                "pipeline_parallel.called_behind, or have that be seen: give generate_plan an "
+                "example_batch, or parallelize a dataset. Hand anything else from block to block "
+                "as an argument"
             )
         if func in _DIFFERENTIATING:
             raise PlaceholderUsedError(
