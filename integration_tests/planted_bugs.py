@@ -23,7 +23,7 @@ from vescale_dtensor import DTensor
 from vescale_parallel._cross_replica.borders import NOWHERE
 from vescale_parallel._cross_replica.context import conversions
 from vescale_parallel._cross_replica.context.sliced.tensor import Along, SumOverSlices
-from vescale_parallel._cross_replica.regions import RowRegions
+from vescale_parallel._cross_replica.regions.row_regions import RowRegions
 from vescale_parallel._data_parallel import gradient_rows
 from vescale_parallel._data_parallel.gathered_once import GatheredOnce
 from vescale_parallel._data_parallel.gradient_rows import GradientRows
