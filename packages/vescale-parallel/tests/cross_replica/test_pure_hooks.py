@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vescale_parallel._cross_replica.pure_hooks import is_pure, put_pure_hooks
+from vescale_parallel._cross_replica.hooks.pure_hooks import is_pure, put_pure_hooks
 
 Hook = Callable[..., Any]
 KEPT: list[Tensor] = []

@@ -39,7 +39,7 @@ from .check import CannotRunError
 from .dims.listed_rows import dims_of_lists, rows_in_lists
 from .dims.packed_rows import is_packed
 from .dims.row_counts import RowDims, is_of_list, other_dims
-from .pure_hooks import pure_hooks, put_pure_hooks
+from .hooks.pure_hooks import pure_hooks, put_pure_hooks
 from .runs import seeded
 
 # Parameters above which a scaled-down model is looked at, if there is one: a second or less.

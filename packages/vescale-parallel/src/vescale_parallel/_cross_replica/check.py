@@ -32,7 +32,7 @@ from .borders import RowCoupling, structure
 from .dims.bounds import GivenBounds
 from .found import NO_BOUNDS, Found, Given
 from .gradients_of_parts import GradientsDifferError, compare_gradients, is_flat
-from .hooked import hooked_modules
+from .hooks.hooked import hooked_modules
 from .kept import Place, absolute, dependent, differs, set_kept, with_rows, worth_a_warning
 from .parts import NUM_PARTS, NUM_ROWS, equal, is_part, same_value
 from .results.means import is_number
@@ -208,6 +208,8 @@ def _examine_inside(
         examined.add(key)
         inside = module.get_submodule(child.removeprefix(fqn).lstrip("."))
         _examine(inside, child, call, of_halves, found)
+        if (name := found.needs_caller(child, call)) is not None:
+            return f"it sets {name!r} of {child!r}, in which rows depend on each other"
     fold_row_lists(whole, forced)
     noticed = [each.noticed for each in script if each.noticed]
     return noticed[0] if noticed else _difference(whole, forced, found, fqn, own=True)

@@ -14,8 +14,8 @@ from vescale_parallel._model.leaf_names import leaf_names
 
 from .borders import ModuleRows, Output, RowCoupling, Rows, structure
 from .dims.bounds import GivenBounds
-from .hooked import Hooked
-from .kept import Place, names_of
+from .hooks.hooked import Hooked
+from .kept import Place, absolute, names_of
 from .parts import where_rows
 from .results.means import with_means
 from .results.row_lists import with_lists
@@ -140,6 +140,19 @@ class Found:
         if rows.has_lists and "" in self.regions:
             return None
         return tuple(zip(self.names, rows.outputs, strict=True))
+
+    def needs_caller(self, fqn: str, call: Call) -> str | None:
+        """Return what a module's caller has set in it that needs all rows, as the caller then.
+
+        What is set is of all rows where the caller's code is, so the module runs on these, too.
+        """
+        if any(isinstance(value, Tensor) for value in call.held.values()):
+            self.unclear.add((fqn, structure((call.args, call.kwargs))))
+        for place in call.held:
+            holder, name = absolute(fqn, place)
+            if holder in self.regions:
+                return name
+        return None
 
     def add(self, fqn: str, whole: Call, parts: Sequence[Call]) -> None:
         at = fqn, structure((whole.args, whole.kwargs))

@@ -25,7 +25,7 @@ from .parts import equal, is_part
 # A module, relative to the one that ran, and the name of an attribute of it.
 Place = tuple[str, str]
 Kept = dict[Place, list[Any]]
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (int, float, str, type(None))
 _CODE = (type, types.ModuleType, types.FunctionType, types.MethodType, nn.Module)
 
@@ -37,7 +37,7 @@ def kept_in(module: nn.Module) -> Kept:
         (fqn, name): leaves
         for fqn, each in module.named_modules()
         for name, value in vars(each).items()
-        if name not in _OF_TORCH and (leaves := _leaves_of(value, seen))
+        if name not in OF_TORCH and (leaves := _leaves_of(value, seen))
     }
 
 
@@ -111,7 +111,7 @@ def settle_attributes(module: nn.Module) -> None:
     Not a part of the rows, nor what has a gradient: the next call, or the loop, goes on with it.
     """
     for name, value in vars(module).items():
-        if name in _OF_TORCH:
+        if name in OF_TORCH:
             continue
         if isinstance(value, list | dict):
             places = value if isinstance(value, dict) else range(len(value))

@@ -36,6 +36,7 @@ from .parts import NUM_PARTS, is_part, rows_in, same_value
 from .results.means import MeanTracker
 from .results.ranked_rows import Picked, PickedRows
 from .results.row_lists import folded_alike
+from .set_attributes import Attributes, put
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Call:
         output: What it returned.
         are_means: Of the output's leaves, whether they are means that ranks may average.
         folded: The output with lists of rows as leaves, if there are some.
+        held: What its caller has set in attributes of it, and of modules within it.
     """
 
     args: tuple[Any, ...]
@@ -55,6 +57,7 @@ class Call:
     output: Any = None
     are_means: tuple[bool, ...] = ()
     folded: Any = None
+    held: dict[Place, Any] = field(default_factory=dict[Place, Any])
 
     @property
     def inputs(self) -> list[Any]:
@@ -167,7 +170,18 @@ class Script:
             self.noticed = f"what it gives {fqn!r} depends on other rows"
         given = [self._scripted(x, w, means) for x, w in pairs]
         args, kwargs = pytree.tree_unflatten(given, spec)
-        return Call(args, kwargs)
+        return Call(args, kwargs, held=self._held(fqn, call.held, expected.held, means))
+
+    def _held(
+        self, fqn: str, held: Mapping[Place, Any], whole: Mapping[Place, Any], means: MeanTracker
+    ) -> dict[Place, Any]:
+        if held.keys() != whole.keys():
+            raise OtherCallsError(f"with fewer rows it sets other attributes of {fqn!r}")
+        for at, x in held.items():
+            is_count = type(x) is int and whole[at] == NUM_PARTS * x
+            if self.noticed is None and not is_count and self._differs(x, whole[at], means):
+                self.noticed = f"{at[1]!r}, which it sets in {fqn!r}, depends on other rows"
+        return {at: self._scripted(x, whole[at], means) for at, x in held.items()}
 
     def output(self, index: int, output: Any, means: MeanTracker) -> Any:
         leaves, spec = pytree.tree_flatten(output)
@@ -232,6 +246,7 @@ def run_module(
 
     token_means = TokenMeans(NUM_PARTS // num_of_parts, count, ratios)
     means = MeanTracker(token_means.means, (call.args, call.kwargs), subject.buffers())
+    put(_copied(call.held), subject)
     run = Run(Call(*_copied((call.args, call.kwargs))), means)
     _record_calls(subject, fqn, run, script)
     if ratios is not None:
@@ -286,6 +301,7 @@ def _settle_parameters(
 
 def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None) -> None:
     """Note the calls that a module's own code makes, and have them follow a script."""
+    attributes = Attributes(subject)
 
     def watch(name: str, child: nn.Module) -> None:
         at = f"{fqn}.{name}".lstrip(".")
@@ -296,11 +312,13 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
             run.depth += 1
             if run.depth > 1:
                 return None
-            given = Call(args, kwargs)
+            given = Call(args, kwargs, held=attributes.set_since(child))
             if script is not None:
                 with run.means.passing_over_reads():
                     given = script.inputs(len(run.calls), at, given, run.means)
-            run.calls.append((at, Call(*_copied((given.args, given.kwargs)))))
+                put(given.held, child)
+            args, kwargs = _copied((given.args, given.kwargs))
+            run.calls.append((at, Call(args, kwargs, held=_copied(given.held))))
             return given.args, given.kwargs
 
         def after(_: nn.Module, args: Any, output: Any) -> Any:
@@ -309,6 +327,7 @@ def _record_calls(subject: nn.Module, fqn: str, run: Run, script: Script | None)
             run.depth -= 1
             if run.depth:
                 return None
+            attributes.note(child)
             if script is not None:
                 with run.means.passing_over_reads():
                     output = script.output(len(run.calls) - 1, output, run.means)

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from vescale_parallel._cross_replica.pure_hooks import is_pure
+from vescale_parallel._cross_replica.hooks.pure_hooks import is_pure
 from vescale_parallel._model.copies import is_of_module
 
 
