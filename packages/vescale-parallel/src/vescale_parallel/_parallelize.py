@@ -16,7 +16,7 @@ from vescale_dtensor import announced_failures, package_logger
 
 from ._auto_sharding.planned import shard_as_planned
 from ._cross_replica.batch import BatchRows, exchange_over
-from ._cross_replica.call_guard import RowGuard
+from ._cross_replica.call_guard import RowGuard, row_guard
 from ._cross_replica.context.blocks import SlicedBlocks
 from ._cross_replica.context.guard import ContextGuard
 from ._cross_replica.context.slices import ContextProcesses
@@ -320,18 +320,13 @@ def _guards_of_calls(
 ) -> tuple[RowGuard | None, DrawForms | None]:
     """Return what knows, of every form of call, where rows are coupled and what is drawn."""
     exchange = exchange_over(data_groups(mesh))
-    pipelined, row_guard = plan.pipeline_parallel.size > 1, None
-    if plan.data_parallel.size * plan.num_microbatches > 1:
-        # What a pipeline returns besides its loss is nothing.
-        is_one, in_parts = plan.data_parallel.size == 1, plan.num_microbatches > 1
-        options = {"losses_only": pipelined, "in_one_piece": is_one, "in_parts": in_parts}
-        row_guard = RowGuard(model, exchange, **options)
+    pipelined, guard = plan.pipeline_parallel.size > 1, row_guard(plan, model, exchange)
     # Stages of a pipeline draw for whole micro-batches, see [Note: draws of a pipeline].
     num_parts = 1 if pipelined else plan.data_parallel.size * plan.num_microbatches
     if num_parts * plan.tensor_parallel.size == 1:
-        return row_guard, None
-    looks, has_parts = row_guard or RowGuard(model, exchange), num_parts > 1
-    return row_guard, DrawForms(model, looks, batch, sharding, exchange, has_parts=has_parts)
+        return guard, None
+    looks, has_parts = guard or RowGuard(model, exchange), num_parts > 1
+    return guard, DrawForms(model, looks, batch, sharding, exchange, has_parts=has_parts)
 
 
 def _add_collectives(

@@ -17,6 +17,7 @@ from vescale_parallel._model.inputs import has_dims
 from vescale_parallel._model.kept_outside import filled_by
 from vescale_parallel._model.random_copies import in_double, random_copy
 from vescale_parallel._model.user_line import warn_at_user_line
+from vescale_parallel._plan.plan import ParallelPlan
 from vescale_parallel._torch_private import pytree
 from vescale_parallel._verify.calls.call_signature import CallForms
 from vescale_parallel._verify.calls.flags import ChangedFlags
@@ -56,6 +57,7 @@ class RowGuard:
         in_one_piece: Whether this rank's rows are the batch, if they are not cut: then they do in
             evaluation.
         in_parts: Whether this rank's rows may run in micro-batches.
+        num_ranks: How many ranks share a batch.
 
     Attributes:
         is_rows_first: Whether rows are known to be the first dim of a call's tensors, as of a
@@ -74,8 +76,10 @@ class RowGuard:
         losses_only: bool = False,
         in_one_piece: bool = True,
         in_parts: bool = True,
+        num_ranks: int = 1,
     ) -> None:
         self._in_one_piece, self._in_parts = in_one_piece, in_parts
+        self._num_ranks = num_ranks
         self._exchange, self._losses_only = exchange, losses_only
         self._skips_numbers = losses_only
         self._forms, self._flags = CallForms(model), ChangedFlags(model)
@@ -160,6 +164,7 @@ class RowGuard:
             if known_rows and known_rows == rows_in_lists(*given)
             else (),
             blocks=self._blocks if self._in_parts else None,
+            num_ranks=self._num_ranks,
         )
 
     def key(
@@ -320,3 +325,21 @@ class RowGuard:
         for parameter in subject.parameters():
             parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
         return subject, False
+
+
+def row_guard(
+    plan: ParallelPlan, model: nn.Module, exchange: Callable[[Any], list[Any]]
+) -> RowGuard | None:
+    """Return what finds where rows depend on each other; None where a plan takes none apart."""
+    num_ranks, num_parts = plan.data_parallel.size, plan.num_microbatches
+    if num_ranks * num_parts == 1:
+        return None
+    return RowGuard(
+        model,
+        exchange,
+        # What a pipeline returns besides its loss is nothing.
+        losses_only=plan.pipeline_parallel.size > 1,
+        in_one_piece=num_ranks == 1,
+        in_parts=num_parts > 1,
+        num_ranks=num_ranks,
+    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +57,7 @@ class UnclearRowsError(RowCheckError):
     """More than one dim may be the rows, and it makes a difference."""
 
 
+Callers = Callable[[Collection[str]], dict[str, str]]
 # What weights are multiplied with where a loss is one number for any rows: within a margin then.
 _SMALLER = (0.1, 0.01)
 
@@ -71,6 +72,7 @@ def row_coupling(
     bounds: GivenBounds = NO_BOUNDS,
     in_lists: bool = False,
     blocks: frozenset[str] | None = None,
+    callers: Callers = lambda regions: {},
 ) -> RowCoupling:
     """Return where rows depend on each other in a call of a model.
 
@@ -78,6 +80,8 @@ def row_coupling(
     ``losses_only``, numbers that have no gradient do not matter. ``bounds`` are those of rows,
     which the batches are given. With ``in_lists`` rows are elements of lists, of which a loss need
     not be put together from known means; whether it is one is left to look at rows of other sizes.
+    ``callers`` returns what has to be a region if others are; see [Note: as many rows as there
+    are].
 
     Raises:
         CannotRunError: If the model cannot be run.
@@ -87,6 +91,7 @@ def row_coupling(
         Found, losses_only, num_rows, bounds, in_lists=in_lists, blocks=blocks or frozenset()
     )
     found = _found(model, whole, halves, about())
+    found.regions = {**callers(found.regions), **found.regions}
     coupling = found.coupling(whole, halves)
     divides = blocks is not None and bool(found.regions) and found.divides
     if not (found.may_add or divides):

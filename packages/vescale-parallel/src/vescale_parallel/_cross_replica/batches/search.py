@@ -46,6 +46,7 @@ from vescale_parallel._verify.freed_memory import give_memory_back
 from vescale_parallel._verify.threads import in_fresh_thread
 
 from .graphs import coupling_of_call
+from .more_rows import CallsOfMoreRows
 from .num_rows import check_more_rows, chosen_num_rows, is_first_dim, row_counts_to_try
 from .one_sequence import depends_on_order, has_one_dim
 from .seen import Seen
@@ -72,6 +73,7 @@ class RowSearch:
         filled: Returns what blocks filled in the trial that made the subject.
         listed: Which leaves are of one row each, if lists have something for every row.
         blocks: Blocks of the model, as patterns; None where nothing runs in micro-batches.
+        num_ranks: How many ranks share a batch.
     """
 
     model: nn.Module
@@ -83,6 +85,7 @@ class RowSearch:
     filled: Callable[[], Collection[str]]
     listed: RowDims = ()
     blocks: frozenset[str] | None = None
+    num_ranks: int = 1
 
     def seen(self, form: str, *, in_groups: bool = False) -> Seen:
         """Return what is seen if rows are where shapes say."""
@@ -225,7 +228,11 @@ class RowSearch:
                 for uneven in (True, False)
             )
             try:
-                coupling = trial.coupling(batches, dims)
+                ranks = 1 if dims else self.num_ranks
+                more = CallsOfMoreRows(
+                    trial.subject, given, num_rows, ranks, is_scaled_down=trial.is_scaled_down
+                )
+                coupling = trial.coupling(batches, dims, more.callers)
                 if coupling.fails and num_rows in counts:
                     is_scaled_down = trial.is_scaled_down
                     check_more_rows(

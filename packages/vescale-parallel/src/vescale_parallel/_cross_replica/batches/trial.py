@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from vescale_parallel._cross_replica.borders import NOWHERE, RowCoupling
-from vescale_parallel._cross_replica.check import CannotRunError, row_coupling
+from vescale_parallel._cross_replica.check import Callers, CannotRunError, row_coupling
 from vescale_parallel._cross_replica.dims.bounds import GivenBounds, leaves_of_bounds
 from vescale_parallel._cross_replica.dims.listed_rows import rows_in_lists, uneven_lists
 from vescale_parallel._cross_replica.dims.packed_rows import num_rows_of_packed
@@ -43,10 +43,15 @@ class Trial:
     in_lists: bool = False
     blocks: frozenset[str] | None = None
 
-    def coupling(self, batches: Iterable[tuple[int, list[Given]]], dims: RowDims) -> RowCoupling:
+    def coupling(
+        self,
+        batches: Iterable[tuple[int, list[Given]]],
+        dims: RowDims,
+        callers: Callers = lambda regions: {},
+    ) -> RowCoupling:
         """Return what the first batch shows that the model runs on, each with both halves.
 
-        ``dims`` says where the rows are.
+        ``dims`` says where the rows are; ``callers`` are as for :func:`row_coupling`.
 
         Raises:
             CannotRunError: If it runs on none.
@@ -65,6 +70,7 @@ class Trial:
                     bounds=bounds,
                     in_lists=self.in_lists,
                     blocks=self.blocks,
+                    callers=callers,
                 )
             except CannotRunError as error:
                 errors.append(error)
