@@ -79,8 +79,11 @@ _known = WeakKeyDictionary[types.FunctionType, bool]()
 
 def _hooks_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, int, types.FunctionType]]:
     for module in model.modules():
+        held = vars(module)
         for kind in _KINDS:
-            for key, hook in vars(module)[kind].items():
+            if not held[kind]:  # asked in every call of the model
+                continue
+            for key, hook in held[kind].items():
                 function = _function_of(hook)
                 if function is not None and is_pure(function):
                     yield module, kind, key, function
