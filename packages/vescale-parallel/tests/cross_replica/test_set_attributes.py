@@ -39,3 +39,11 @@ def test_a_copy_is_set_alike() -> None:
     first[0].style = torch.ones(2)
     put(known.set_since(first), second)
     assert second[0].style is first[0].style
+
+
+def test_a_module_that_has_come_since_tells_nothing() -> None:
+    layer = _layer()
+    known = Attributes(layer)
+    layer[0] = nn.Linear(2, 2)
+    layer[0].style = torch.ones(2)
+    assert known.set_since(layer) == {}

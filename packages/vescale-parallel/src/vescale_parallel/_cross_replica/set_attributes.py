@@ -26,15 +26,19 @@ class Attributes:
             self._known[id(each)] = {**vars(each)}
 
     def set_since(self, module: nn.Module) -> dict[Place, Any]:
-        """Return what others have set in a module, and in those within it."""
+        """Return what others have set in a module, and in those within it.
+
+        Not in one that has come since: BigBird replaces its attention in forward.
+        """
         return {
             (fqn, name): value
             for fqn, each in module.named_modules()
+            if (known := self._known.get(id(each))) is not None
             for name, value in vars(each).items()
             if name not in OF_TORCH
             and isinstance(value, Tensor | int | float)
             and not isinstance(value, nn.Parameter)
-            and self._known.get(id(each), {}).get(name, self) is not value
+            and known.get(name, self) is not value
         }
 
 
