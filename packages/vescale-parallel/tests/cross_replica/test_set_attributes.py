@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from vescale_parallel._cross_replica.set_attributes import Attributes, put
 
 
 def _layer() -> Any:
-    layer: Any = nn.Sequential(nn.Linear(2, 2))
+    layer = cast("Any", nn.Sequential(nn.Linear(2, 2)))
     layer.scale, layer.note = 1.0, [torch.zeros(1)]
     return layer
 
