@@ -15,7 +15,7 @@ from vescale_testing import RankError, World
 
 from .plans import DP, PARTS, PP, TP, ZERO, Constraints
 from .programs import DATA, WIDTH, Run, attempt, right, right_or_refused, rows, sgd
-from .test_pipeline_between_blocks import BEHIND
+from .test_pipeline_between_blocks import BEHIND, Lending
 
 PLANS: dict[str, Constraints] = {
     **DATA,
@@ -41,7 +41,7 @@ PIPELINES: dict[str, Constraints] = {
     "zero3": {**STAGES, DP: 2, ZERO: 3},
 }
 # Nothing is freed, or backward finds what it needs: refused otherwise.
-WITHIN = ["dp", "zero2", "early"]
+WITHIN = ["dp", "zero2", "early", "tp"]
 
 
 class Condition(nn.Module):
@@ -175,7 +175,7 @@ def evaluated_first(run: Run) -> None:
     run.finish(model)
 
 
-@pytest.mark.by_day("behind-zero3", "behind-zero2", "within-zero2", "between-recompute")
+@pytest.mark.by_day("behind-zero3", "within-tp", "within-zero2", "between-recompute")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "plan"),
@@ -200,6 +200,23 @@ def shared(run: Run) -> None:
     run.train(Shared())
 
 
+def lent(run: Run) -> None:
+    """The planner proves what it shards of blocks that are given modules to call."""
+    model = Lending().double()
+    if run.constraints is None:
+        run.train(model)
+        return
+    plan = vescale.generate_plan(model, run.constraints, example_batch=(rows(1)[0],))
+    found = plan.tensor_parallel.sharding_plan
+    assert "blocks.*.block.up.weight" in found
+    Run({**run.constraints, "tensor_parallel.sharding_plan": found}, run.results).train(model)
+
+
+@pytest.mark.slow
+def test_blocks_that_are_given_modules_are_sharded(world2: World) -> None:
+    right(world2, lent, {TP: 2})
+
+
 @pytest.mark.slow
 def test_what_blocks_share_is_no_part_of_one(world2: World) -> None:
     right(world2, shared, DATA["zero3"])
@@ -211,9 +228,9 @@ def test_parts_called_within_other_blocks_are_refused(world2: World) -> None:
         assert answer is ValueError
 
 
-@pytest.mark.by_day("pp-behind", "pp-between", "pp4-before", "pp-of a part")
+@pytest.mark.by_day("pp-behind", "pp-within", "pp4-before", "pp-of a part")
 @pytest.mark.slow
-@pytest.mark.parametrize("where", [place for place in PLACES if place != "within"])
+@pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize("plan", ["pp", "pp4", "interleaved", "recompute"])
 def test_stages_of_a_pipeline_share_them(
     world2: World, world4: World, plan: str, where: str
@@ -224,7 +241,7 @@ def test_stages_of_a_pipeline_share_them(
 
 @pytest.mark.by_day("zero3-behind", "tp-before")
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["behind", "before", "between"])
+@pytest.mark.parametrize("where", ["behind", "before", "between", "within"])
 @pytest.mark.parametrize("plan", ["tp", "zero1", "zero3"])
 def test_stages_share_them_beside_other_axes(world4: World, plan: str, where: str) -> None:
     right(world4, functools.partial(planned, where), PIPELINES[plan])

@@ -298,8 +298,11 @@ def _seen(blocks: Sequence[str], model: nn.Module, batch: Any) -> _Seen:
     return _Seen((), {})
 
 
-class _PartCalled(Exception):
-    """A module within a block is called outside of it."""
+class _PartCalled(BaseException):
+    """A module within a block is called outside of it.
+
+    No error of forward: nothing on the way takes it for one.
+    """
 
     def __init__(self, fqn: str, *_: Any) -> None:
         super().__init__(fqn)

@@ -21,7 +21,7 @@ from vescale_parallel._tensor_parallel.communicators import ThreadExchange, Thre
 from vescale_parallel._tensor_parallel.conversions import Boundary
 from vescale_parallel._tensor_parallel.shard_module import cut_parameters
 from vescale_parallel._tensor_parallel.tensor_sharding import TensorSharding
-from vescale_parallel._torch_private import backward_within_modes, pytree
+from vescale_parallel._torch_private import FakeTensor, backward_within_modes, pytree
 from vescale_parallel._trace.dry_run import DryRunError
 from vescale_parallel._trace.generators import (
     set_generators,
@@ -229,6 +229,9 @@ def _run_whole(
     # Arbitrary user code: whatever it raises means that it cannot be compared.
     except Exception as error:
         raise DryRunError(region.fqn, error) from error
+    if any(isinstance(x, FakeTensor) for x in first.outputs):
+        error = ValueError("it is given modules to call that are outside of it")
+        raise DryRunError(region.fqn, error)
     if not all(bool(x.isfinite().all()) for x in first.outputs):
         error = ValueError("its outputs on random float64 numbers are not finite")
         raise DryRunError(region.fqn, error)
