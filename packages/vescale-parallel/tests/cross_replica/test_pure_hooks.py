@@ -80,6 +80,14 @@ def requires_grad(_: nn.Module, given: Any, returned: Tensor) -> None:
     returned.requires_grad_(True)
 
 
+class Scaled(torch.autograd.Function):
+    """Differentiated by code of its own."""
+
+
+def differentiates(_: nn.Module, given: Any, returned: Tensor) -> Any:
+    return Scaled.apply(returned)
+
+
 def nonlocal_hook() -> Hook:
     total = 0.0
 
@@ -123,7 +131,7 @@ OTHERS: dict[str, Hook] = {
     "tensor": writes_to_a_tensor(),
     "module": holds_a_module(),
     **{f.__name__: f for f in (reads_only, keeps, counts, calls_what_keeps, saves)},
-    **{f.__name__: f for f in (imports, prints, requires_grad)},
+    **{f.__name__: f for f in (imports, prints, requires_grad, differentiates)},
 }
 
 
