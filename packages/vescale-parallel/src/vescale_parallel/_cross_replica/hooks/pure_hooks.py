@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vescale_parallel._model.code import names_of_code
-from vescale_parallel._model.copies import as_registered, pairs
+from vescale_parallel._model.copies import as_registered, is_of_user, pairs
 from vescale_parallel._model.random_copies import in_double
 
 # By kind, what marks those that are given keyword arguments, too.
@@ -53,12 +53,13 @@ def pure_hooks(model: nn.Module) -> tuple[tuple[int, types.CodeType], ...]:
 
 
 def is_pure(hook: Any) -> bool:
-    """Whether a hook is a function that changes what goes on, and nothing else."""
+    """Whether a hook is a function of a user that changes what goes on, and nothing else."""
     function = _function_of(hook)
     if function is None:
         return False
     if function not in _known:
-        _known[function] = _changes_results(function) and _is_closed(function)
+        is_told = is_of_user(function) and _changes_results(function)
+        _known[function] = is_told and _is_closed(function)
     return _known[function]
 
 
