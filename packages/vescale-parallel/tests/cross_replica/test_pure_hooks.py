@@ -145,6 +145,15 @@ def test_one_that_reaches_something_else_or_changes_nothing_is_not(name: str) ->
     assert not is_pure(OTHERS[name])
 
 
+@pytest.mark.parametrize("where", ["torch.distributed.fsdp", "vescale_parallel._data_parallel"])
+def test_one_of_torch_or_of_this_project_is_not(where: str) -> None:
+    def hook(_: nn.Module, given: Any, returned: Tensor) -> Tensor:
+        return returned * 2
+
+    hook.__module__ = where
+    assert not is_pure(hook)
+
+
 def test_a_copy_in_float64_computes_with_what_a_hook_holds_in_float64() -> None:
     weight = torch.randn(3, 3)
     model, copied = nn.Linear(3, 3), nn.Linear(3, 3).double()
