@@ -22,6 +22,7 @@ class Styled(nn.Module):
     """Scales with what it is told."""
 
     style: Tensor
+    count = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,8 +42,6 @@ class Normed(Styled):
 
 class Counted(Styled):
     """Is told how many rows there are."""
-
-    count = 1
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) - x.sum(0) / self.count
@@ -78,6 +77,7 @@ class Outer(nn.Module):
         x = self.norm(self.first(batch["x"]))
         style = x.mean(0) if self.kind == "of all rows" else torch.sigmoid(batch["y"])
         for each in self.styled:
+            assert isinstance(each, Styled)
             each.style = style
             each.count = len(x)
         for layer in self.layers:
