@@ -20,6 +20,7 @@ from torch import nn
 
 from vescale_parallel._cross_replica.found import Given
 from vescale_parallel._cross_replica.runs import RowCheckError
+from vescale_parallel._model.copies import snapshot
 from vescale_parallel._trace.fake_run import FakeRun, Listener
 from vescale_parallel._trace.fake_tensors import ObservationError
 
@@ -75,7 +76,8 @@ class CallsOfMoreRows:
         whole: Any = within(self.model, rows[0]) if self.is_scaled_down else rows[0]
         run, calls = FakeRun(self.model), _Calls()
         with torch.no_grad():
-            run.forward(run.batch(whole), calls)
+            # What forward puts into a cache that it is given is not to stay there.
+            run.forward(run.batch(snapshot(whole)), calls)
         return calls.found
 
 
