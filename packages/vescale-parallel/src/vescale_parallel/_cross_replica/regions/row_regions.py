@@ -259,10 +259,14 @@ class RowRegions:
             is_whole = self._converter.is_any_whole(tree)
             return self._converter.rows_made_inside(tree, rows.inputs) if is_whole else tree
 
-        if not self._converter.divides(of_rows(tree), rows.inputs):
+        made = of_rows(tree)
+        if not self._converter.divides(made, rows.inputs):
             return None  # what a mask has picked
         return (
-            lambda tree: self._converter.to_parts(of_rows(tree), rows.inputs),
+            # A hook before the module may have replaced it.
+            lambda given: self._converter.to_parts(
+                made if given is tree else of_rows(given), rows.inputs
+            ),
             functools.partial(self._converter.to_rows, rows=rows.outputs),
         )
 
@@ -271,23 +275,23 @@ class RowRegions:
     ) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
         """Return the same of any number of rows, which a region may have picked."""
         tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+        # Once, since whole tensors that are sharded are gathered for it.
+        rows = [module.rows_of_each(self._converter.replicated(x)) for x in tensors]
 
-        def rows_of(tensors: list[Tensor]) -> list[Tensor]:
-            return [module.rows_of_each(self._converter.replicated(x)) for x in tensors]
-
-        def parts(tree: Any) -> Any:
-            leaves, spec = pytree.tree_flatten(tree)
-            rows = rows_of([x for x in leaves if isinstance(x, Tensor)])
+        def parts(given: Any) -> Any:
+            leaves, spec = pytree.tree_flatten(given)
+            mine = [x for x in leaves if isinstance(x, Tensor)]
+            if given is not tree:  # a hook before the module has replaced it
+                rows[:] = [module.rows_of_each(self._converter.replicated(x)) for x in mine]
             made = iter(self._converter.to_parts(rows, [Rows(1)] * len(rows)))
-            given = [
+            taken = [
                 module.as_taken(next(made), x.dim()) if isinstance(x, Tensor) else x
                 for x in leaves
             ]
-            return pytree.tree_unflatten(given, spec)
+            return pytree.tree_unflatten(taken, spec)
 
         def whole(made: Tensor) -> Tensor:
-            first = rows_of(tensors[:1])[0]
-            every = self._converter.whole_like(module.rows_of_each(made), first, Rows(1))
+            every = self._converter.whole_like(module.rows_of_each(made), rows[0], Rows(1))
             return module.as_taken(every, 2).reshape(*tensors[0].shape[:-1], made.shape[-1])
 
         return parts, whole
